@@ -138,7 +138,7 @@ def transfer_time(
 
 
 class Tasks:
-    """A task group for background work: its first failure fails the program, and the program's end cancels all tasks.
+    """A task group for background work: the first failure fails the program, and the program's end cancels all tasks.
 
     Used as ``async with Tasks() as tasks``. Unlike `asyncio.TaskGroup`, the group raises the first failure itself
     instead of an exception group.
@@ -192,7 +192,7 @@ ANY: Hashable = object()
 
 @dataclass(eq=False)
 class _Waiter:
-    """A call of `Mailbox.take` that waits for a message."""
+    """A waiting call of `Mailbox.take`."""
 
     kinds: tuple[str, ...]
     key: Hashable
@@ -361,7 +361,7 @@ class Mailbox:
     async def take(
         self, kinds: Kinds[K], key: Hashable = ANY, *, deadline: float | None = None
     ) -> K | None:
-        """Wait for a message of the given kinds and key and remove it (oldest first).
+        """Wait for and remove the oldest message of the given kinds and key.
 
         Returns None if no such message arrives by ``deadline``, an instant on the device's clock, in seconds.
         Example::
@@ -393,7 +393,7 @@ class Mailbox:
         return bool(messages) if key is ANY else key in messages
 
     def pop(self, kinds: Kinds[K], key: Hashable = ANY) -> K | None:
-        """Remove and return the oldest matching stored message of the first kind that has one, or return None."""
+        """Remove and return the oldest matching stored message, searching kind after kind; None without a match."""
         for name in _kind_names(kinds):
             messages: dict[Hashable, Any] = self._stored.get(name, {})
             if messages and key is ANY:

@@ -76,7 +76,7 @@ MEMBERSHIP_KINDS: tuple[type[TypedMessage], ...] = (Hello, Probe, Alive, Configu
 
 @dataclass(frozen=True)
 class Status:
-    """A device's report on its role: the fields of `Alive` that depend on the method, with the same names."""
+    """A device's report on the present role: the method-specific fields of `Alive`, with the same names."""
 
     holds: int = 0
     actions: int = 0
@@ -101,7 +101,7 @@ class Presence:
         self._mailbox.post(self._coordinator, Hello(self.incarnation))
 
     def answer(self) -> Alive:
-        """Return an `Alive` of this device without a probe: the coordinator judges itself like the other devices."""
+        """Return an `Alive` without a probe, so that the coordinator judges itself like the other devices."""
         return self._compose_reply(self._status(), self._mailbox.configuration, 0)
 
     def _answer_probe(self, probe: Probe) -> None:
@@ -178,12 +178,12 @@ class Membership:
         self.mark_configured()
 
     def mark_configured(self) -> None:
-        """Note that roles are assigned now: a device that restarts from now on has lost its role."""
+        """Record the assignment of roles: from now on, a restarted device has lost the assigned role."""
         self.restarted.clear()
         self.assigned_incarnations = dict(self.present)
 
     def exclude(self, names: Collection[str]) -> None:
-        """Exclude devices from roles, although they reply: the other devices make no progress with them."""
+        """Exclude devices from roles: each replies, but blocks the progress of the other devices."""
         for name in sorted({*names} - self.excluded):
             self._device.record(
                 "log",
@@ -253,7 +253,7 @@ class Membership:
     async def gather(
         self, deadlines: Mapping[str, float], greeted: bool = False
     ) -> None:
-        """Probe all other devices; return when each device of ``deadlines`` has replied or its deadline has passed.
+        """Probe all other devices; return once each device of ``deadlines`` has replied or is too late.
 
         ``deadlines`` are instants of the run in seconds. This device and excluded ones are not waited for. With
         ``greeted``, any message that shows a device's presence in this configuration, such as `Hello`, counts as a
@@ -276,7 +276,7 @@ class Membership:
             await self._mailbox.changed(max(remaining))
 
     def _note_presence(self, name: str, incarnation: float) -> None:
-        """Note that a device is present, and whether it has restarted or wants to join."""
+        """Record the presence of a device, including a restart or a wish to join."""
         self.present[name] = incarnation
         # The device has restarted since the assignment of roles, and has lost its state.
         if self.assigned_incarnations.setdefault(name, incarnation) != incarnation:
@@ -350,7 +350,7 @@ class RoleHolder:
     def follow(
         self, configure: type[TypedMessage], role_of: Callable[[Any], Role]
     ) -> None:
-        """Register the kind of message that assigns roles: ``role_of`` makes the role from such a message.
+        """Register the kind of message for assigning roles: ``role_of`` makes the role from a message.
 
         Each message opens its configuration. The role is prepared, reported as ready, and served.
         """
@@ -362,7 +362,7 @@ class RoleHolder:
         self._mailbox.on(configure, assume_role)
 
     def assume(self, configuration: int, role_of: Callable[[], Role]) -> bool:
-        """Open a configuration and make the device's role in it; return whether the device got the role.
+        """Open a configuration and make the device's role; return whether the device got the role.
 
         A device that already has a role in this configuration, or knows a newer one, does not get the role.
         """
@@ -383,7 +383,7 @@ class RoleHolder:
         self._mailbox.post(self._coordinator, configured)
 
     async def serve(self) -> None:
-        """Greet the coordinator and follow its messages until cancelled: the program of all other devices."""
+        """Greet the coordinator and follow received messages until cancelled: the program of all other devices."""
         self.presence.greet()
         # Handlers do all the work; the mailbox cancels this wait with the program.
         await asyncio.get_running_loop().create_future()

@@ -137,7 +137,7 @@ class Supervisor:
         return message
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Wait for a condition that messages from the devices fulfil; raises `Lost` when a device fails first."""
+        """Wait for a condition on received messages; raises `Lost` when a device fails first."""
         while not done():
             # A device that is up again answers every probe, but its part of the work is gone.
             restarted = self.membership.restarted & self.membership.assigned
@@ -177,7 +177,7 @@ class Supervisor:
                 return
 
     def _count_news(self) -> int:
-        """Return the number of messages that are news, which rises as long as devices work."""
+        """Return the number of received messages besides replies to probes, which rises as long as devices work."""
         return self.mailbox.received_count - self.membership.reply_count
 
     async def _probe_devices(self) -> None:
@@ -273,7 +273,7 @@ class RecoveryPolicy(Protocol):
     """A strategy for the assignment of roles to devices, also after a loss."""
 
     async def establish(self) -> None:
-        """Send every device its role and wait until all are ready. Raises `Lost`."""
+        """Assign a role to every device and wait until all are ready. Raises `Lost`."""
 
     async def recover(self, lost: Lost, start: int) -> None:
         """Choose the devices and the state to resume with. Raises `TestbedError` if no recovery is possible."""

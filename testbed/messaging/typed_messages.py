@@ -107,7 +107,7 @@ class _Tensor:
 
 
 class _Torch:
-    """A stand-in for the module ``torch`` in annotations that are text."""
+    """A stand-in for the module ``torch`` in annotations written as text."""
 
     Tensor = _Tensor
 
@@ -195,7 +195,7 @@ def encode(message: TypedMessage) -> Message:
 
 
 def decode(kind: type[K], message: Message) -> K:
-    """Return a received message as an instance of its kind.
+    """Return a received message as an instance of the message's class.
 
     Raises `WireError` if its fields are not those of the kind.
     """

@@ -85,7 +85,7 @@ def get(name: str, task: str = "") -> Method:
 
 
 def find(workload: WorkloadPart, folder: Path) -> Method:
-    """Return the method of a scenario, loaded from its file relative to ``folder`` if the scenario names one.
+    """Return the method of a scenario, loaded from a file relative to ``folder`` if the scenario names one.
 
     Raises `InputError` as `get` does.
     """

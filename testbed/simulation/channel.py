@@ -63,7 +63,7 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
 
 
 class Parcel:
-    """A message that waits for its transmission or is in transit, until acknowledged."""
+    """A message waiting for transmission or in transit, until acknowledged."""
 
     __slots__ = (
         "acknowledgement_delay",
@@ -214,7 +214,7 @@ class Channel:
         return is_passable(self.link) and self.target.device is not None
 
     def awaits_acknowledgement(self, device: Guest) -> bool:
-        """Return whether a message of this device is unacknowledged."""
+        """Return whether the device has an unacknowledged message."""
         parcels = [*self._waiting, *self._held_parcels]
         parcels += [parcel for _, parcel in self._blocked_acknowledgements]
         own_parcels = [parcel for parcel in parcels if parcel.sender is device]
@@ -379,7 +379,7 @@ class Channel:
         parcel.sender.add(SEND, row)
 
     def withdraw(self, parcel: Parcel) -> None:
-        """Remove a message that has not left completely; later ones move up."""
+        """Remove a message unless all bytes have left; later messages move up."""
         has_left = parcel.arrival >= 0 and parcel.end <= self._event_queue.now
         if has_left or parcel not in self._waiting:
             return
@@ -433,7 +433,7 @@ class Channel:
             self._mark_for_relaunch(parcel)
 
     def _forget_connection(self) -> None:
-        """Requeue all unacknowledged messages, because a restarted target has forgotten them."""
+        """Requeue all unacknowledged messages after a restart of the target."""
         self._target_was_off = True
         self._window = None
         arrived = [
@@ -481,7 +481,7 @@ class Channel:
             self._send_acknowledgement(parcel, attempt + self.round_trip)
 
     def abandon(self) -> None:
-        """Discard unsent messages of a stopped sender. Bytes that have left still arrive."""
+        """Discard unsent messages of a stopped sender. Bytes in transit still arrive."""
         self._interrupt_sending()
         # A paused sender that is killed is paused no more.
         self._is_open = self._is_passable()
@@ -491,7 +491,7 @@ class Channel:
         self._unacknowledged = 0
 
     def draw_cast_delay(self, cast: Cast) -> float | None:
-        """Draw the delay in seconds of a broadcast that has just left; None if lost."""
+        """Draw the delay of a broadcast in seconds, at the end of the transmission; None if lost."""
         delay = self.link.delay
         if self.crossing is not None:
             pieces = range(chunks(cast.size))
@@ -535,7 +535,7 @@ class Channel:
 
 
 def _keep_acknowledgement() -> bool:
-    """Draw that an acknowledgement arrives: its direction of the link loses none."""
+    """Return False, as an acknowledgement over a lossless link is never lost."""
     return False
 
 

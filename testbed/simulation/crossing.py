@@ -29,7 +29,7 @@ _MAX_DRAWN_DELAYS = 1000
 
 
 class Crossing:
-    """The random processes of one direction of a link, between two changes of its properties."""
+    """The random processes of one direction of a link, between two changes of the link's properties."""
 
     def __init__(self, link: Link, seed: str) -> None:
         self._delay = link.delay

@@ -50,7 +50,7 @@ def _wake_program(waiting: asyncio.Future[None]) -> None:
 
 
 class Surroundings(Protocol):
-    """The part of `testbed.simulation.world.World` that a device uses."""
+    """The part of `testbed.simulation.world.World` used by a device."""
 
     loop: VirtualLoop
     event_queue: EventQueue
@@ -292,7 +292,7 @@ class SimulatedDevice:
             self._listener(message)
 
     def _hand_to_waiter(self, message: Message) -> bool:
-        """Give a message to the call of `receive` that has waited longest; return False if none waits."""
+        """Give a message to the longest waiting call of `receive`; return False if none waits."""
         while self._receivers:
             receiver = self._receivers.pop(0)
             if not receiver.done():
@@ -325,7 +325,7 @@ class SimulatedDevice:
         return self._world.channel(peer, self.name).has_partial_arrival()
 
     async def listen(self, handler: Callable[[Message], None]) -> NoReturn:
-        """Call a function with each message at its arrival, like a program that only awaits `receive`.
+        """Call a function with each message on arrival, like a program in a loop of `receive`.
 
         Raises what ``handler`` raises.
         """
@@ -350,7 +350,7 @@ class SimulatedDevice:
         raise AssertionError("the future `failed` has an exception as its only result")
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Run a function now, and return its result after the charged time of its cost."""
+        """Run a function now, and return the result after the time charged for ``cost``."""
         if not self.alive:
             self._stop_program()
         future: asyncio.Future[T] = self._loop.create_future()

@@ -38,7 +38,7 @@ class LinkTraceExecution:
 
 
 class FaultExecution:
-    """Executor of a scenario's faults: applies each at its time, or at the event that triggers the fault."""
+    """Executor of a scenario's faults: applies each at the given time, or at the triggering event."""
 
     def __init__(self, world: World, script: FaultScript) -> None:
         self._world = world

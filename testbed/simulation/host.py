@@ -15,7 +15,7 @@ from testbed.wire.message import Message
 
 
 class Guest(Protocol):
-    """A device with its program, from one boot to the next, as its host and its channels see it."""
+    """A device from one boot to the next, as seen by the host and the channels of the device."""
 
     name: str
     running: bool

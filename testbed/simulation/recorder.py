@@ -49,7 +49,7 @@ class Recorder:
         self._observed_names = frozenset(observed_names)
 
     def add(self, form: Form, row: Row) -> None:
-        """Record an event by its form."""
+        """Record an event, given as a form and a row of values."""
         self._append(form, row)
         if self._observes_all or form[0] in self._observed_names:
             time, device, *values = row

@@ -42,7 +42,7 @@ Draw = Callable[[], bool]
 
 
 def double_timeout(seconds: float, round_trip: float) -> float:
-    """Return the time-out that follows a time-out of ``seconds`` without an acknowledgement (RFC 6298, 5.5)."""
+    """Return the time-out after one of ``seconds`` without an acknowledgement (RFC 6298, 5.5)."""
     return min(2 * seconds, round_trip + _LONGEST_TIMEOUT)
 
 
@@ -57,7 +57,7 @@ class Window:
         """Size in packets from which a round adds only one packet."""
 
     def grow(self, sent: int) -> None:
-        """Grow after a round without loss that used the window.
+        """Grow if a round without loss used the window.
 
         Below the threshold, a round of more than half of the window counts as using the window; above the threshold,
         only a round of the whole window does (Linux, `tcp_is_cwnd_limited`).
@@ -284,7 +284,7 @@ class Transmission:
         self._new_before_halving = in_order + _DUPLICATE_THRESHOLD - 1
 
     def _draw_fates(self, count: int) -> list[bool]:
-        """Draw for each of ``count`` packets whether it is lost."""
+        """Draw the fates of ``count`` packets: true if lost."""
         self._attempts += 1
         if self._attempts > self._attempt_limit:
             return [False] * count
@@ -292,7 +292,7 @@ class Transmission:
         return [lost() for _ in range(count)]
 
     def _draw_failure(self) -> bool:
-        """Draw whether a single packet or its acknowledgement is lost."""
+        """Draw whether a single packet or the acknowledgement of the packet is lost."""
         self._attempts += 1
         if self._attempts > self._attempt_limit:
             return False
@@ -331,7 +331,7 @@ class Transmission:
         is_acknowledged: bool,
         in_order: bool,
     ) -> None:
-        """Wait for the timer that ends a silence: the time-out during recovery, otherwise a probe.
+        """Wait for the timer at the end of a silence: the time-out during recovery, otherwise a probe.
 
         ``count`` packets were sent and ``arrived`` of them arrived, all before the first loss if ``in_order``.
         """

@@ -138,7 +138,7 @@ def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None
 
 
 def _exposed_weights(device: Guest | None, *, part: bool = False) -> bytes | None:
-    """Return the weights exposed by a device as safetensors, or only its ``part``; None if unavailable."""
+    """Return the weights exposed by a device as safetensors, or only the device's ``part``; None if unavailable."""
     if device is None or part not in device.exposed:
         return None
     weights = device.exposed[part]()

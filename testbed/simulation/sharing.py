@@ -21,7 +21,7 @@ _FULL_SHARE = 1 - 1e-12
 
 @dataclass(eq=False, slots=True)
 class Shared:
-    """A shared rate with its current transmissions."""
+    """A rate shared by the current transmissions."""
 
     rate: float
     """bit/s."""
@@ -33,7 +33,7 @@ class Shared:
 
 @dataclass(eq=False, slots=True)
 class SharedTransfer:
-    """A transmission that uses shared rates; for shared cores, one piece of work in seconds instead of bits."""
+    """A transmission at shared rates; for shared cores, one piece of work in seconds instead of bits."""
 
     total_bits: float
     """Size in bits at the start."""
@@ -97,7 +97,7 @@ class Sharing:
         self.touch(shared)
 
     def touch(self, shared: Shared) -> None:
-        """Schedule recomputation of affected rates after all events of this instant."""
+        """Schedule recomputation of affected rates after all events of the present instant."""
         if not self._touched:
             self._event_queue.at(self._event_queue.now, self._settle_rates, None)
         self._touched[shared] = None

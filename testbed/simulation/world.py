@@ -246,7 +246,7 @@ class World:
             self.event_queue.at(booted, self._boot_device, (host, host.boots))
 
     def retire(self, name: str) -> None:
-        """Ask a device to leave; the device stops when its program returns. No effect on a stopped device."""
+        """Ask a device to leave; the device stops when the program returns. No effect on a stopped device."""
         device = self.hosts[name].device
         if device is not None:
             device.leaving = True
@@ -291,7 +291,7 @@ class World:
         return nullcontext()
 
     def apply(self, state: SystemState, changed: StateDiff) -> None:
-        """Apply changed links and speeds at once, including to ongoing transfers and work, and log them."""
+        """Apply and log changed links and speeds at once, including for ongoing transfers and work."""
         self.current = state
         self._cast_rates.clear()
         for (source, target), link in changed.links.items():
@@ -314,7 +314,7 @@ class World:
         return without_coordinator(self._coordinator)
 
     def end_without_coordinator(self, has_pending_start: Callable[[str], bool]) -> None:
-        """End the run if the coordinator is off, unless ``has_pending_start`` finds an operation that restarts it."""
+        """End the run if the coordinator is off and ``has_pending_start`` finds no operation to restart the device."""
         reason = self.describe_missing_coordinator()
         if reason and not has_pending_start(self._coordinator) and not self._end.done():
             self._end.set_exception(CoordinatorGoneError(reason))

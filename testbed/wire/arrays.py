@@ -74,7 +74,7 @@ def _library_of(array_type: type) -> ArrayLibrary:
 
 
 def library_of(array: Any) -> ArrayLibrary:
-    """Return the library of an array; raises TensorError if none is registered for its type."""
+    """Return the library of an array; raises TensorError if none is registered for the array's type."""
     return _library_of(type(array))  # type: ignore[arg-type]  # the hash of a class
 
 

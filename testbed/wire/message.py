@@ -76,7 +76,7 @@ _PREFIX = struct.Struct("<4sB3xIQ")
 
 
 class WireError(ValueError):
-    """Raised for bytes that are not a valid message, and for a message that cannot be encoded."""
+    """Raised for an invalid encoded message, and for a message without a valid encoding."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def size_around(tensor: float) -> float:
 
 
 def delivered(message: Message, sender: str) -> tuple[Message, int]:
-    """Return a message as its receiver sees it, independent of the sender's objects, and its `content_size`.
+    """Return a message as seen by the receiver, independent of the sender's objects, and the `content_size`.
 
     The message equals the result of `encode` followed by `decode`, which the simulator skips. Raises WireError as
     `encode` does.
@@ -161,7 +161,7 @@ def delivered(message: Message, sender: str) -> tuple[Message, int]:
 
 
 def as_cast(message: Message, sender: str) -> tuple[Message, int]:
-    """Return a broadcast as its receivers see it, and the size of its fields as JSON, in bytes.
+    """Return a broadcast as seen by the receivers, and the size of the fields as JSON, in bytes.
 
     `testbed.wire.cast.CastEncoding.header_size` needs that size. Raises WireError as `encode` does.
     """

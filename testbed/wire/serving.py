@@ -143,7 +143,7 @@ class Request(HTTPRequestParser):
 
 
 class Task(WSGITask):
-    """The response to a request; its end lets the connection parse the next request."""
+    """The response to a request; afterwards, the connection parses the next request."""
 
     def finish(self) -> None:
         """Complete the response."""
@@ -174,7 +174,7 @@ class Channel(HTTPChannel):
         return bool(super().received(data[skipped:]))
 
     def resume_after(self, body: Body) -> None:
-        """Parse the bytes that follow the body of an answered request."""
+        """Parse the bytes behind the body of an answered request."""
         self._unread = body.left
         self.received(body.early)
 

@@ -55,7 +55,7 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class TensorError(ValueError):
-    """Raised for bytes that are not a valid safetensors body, and for a tensor that cannot be encoded."""
+    """Raised for an invalid safetensors body, and for a tensor without a valid encoding."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def type_of(name: str, tensor: Any) -> str:
 
 
 def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
-    """Return the tensors of a safetensors body, as views of the body, and its metadata.
+    """Return the tensors and the metadata of a safetensors body; the tensors are views of the body.
 
     Raises TensorError for malformed bytes.
     """
@@ -239,7 +239,7 @@ def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
 
 
 def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
-    """Return numpy arrays of the tensors' shapes that share the memory of the buffer.
+    """Return numpy arrays of the tensors' shapes, sharing the memory of the buffer.
 
     Raises TensorError for bfloat16, which numpy lacks.
     """

@@ -66,7 +66,7 @@ class Ended(TypedMessage, kind="ended", key=("sender",)):
 
 
 class Program(Method[Options]):
-    """Run the commands of `workload.programs` until all except those in the background have ended.
+    """Run the commands of `workload.programs` until all except background commands have ended.
 
     A command that ends with another status than 0 fails the run. On a device that restarts, the command begins again.
     """
@@ -96,7 +96,7 @@ class Program(Method[Options]):
     )
 
     def plan(self, problem: PlanningProblem[Options]) -> Plan:
-        """Choose the coordinator, which collects the ends of all programs; there is no work to divide.
+        """Choose the coordinator, which collects the ends of all programs.
 
         The coordinator needs links to all devices whose programs end. Raises `InputError` if no device has these links,
         or if no program ends.
@@ -174,7 +174,7 @@ def _is_linked(
 def environment(
     problem: PlanningProblem[Options], device: str, names: list[str]
 ) -> dict[str, str]:
-    """Return the environment variables of a program besides those in the scenario.
+    """Return the environment variables of a program, added to the scenario's variables.
 
     `torch.distributed` reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; ranks are in the order of
     the devices that have programs.
@@ -193,7 +193,7 @@ def environment(
 async def execute(
     device: Device, problem: PlanningProblem[Options], names: list[str]
 ) -> None:
-    """Run the command of a device, then end all its processes. Raises `TestbedError` for a failed command."""
+    """Run the command of a device, then end all processes. Raises `TestbedError` for a failed command."""
     assert isinstance(problem, ProgramsProblem)
     part = _programs_by_device(problem)[device.name]
     inherited = dict(os.environ)
@@ -248,7 +248,7 @@ def _place_files(folder: Path, files: Mapping[str, bytes]) -> None:
 async def _follow_output(
     device: Device, process: Process, tree: ProcessTree
 ) -> tuple[int, str]:
-    """Record a program's output until its end; return its exit status and the last lines of its stderr.
+    """Record a program's output until the end; return the exit status and the last lines of stderr.
 
     The program's descendants are killed at its end or on cancellation, since they may keep pipes open and ports
     occupied.

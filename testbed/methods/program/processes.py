@@ -51,7 +51,7 @@ class ProcessTree:
                     os.waitpid(pid, os.WNOHANG)
 
     def kill(self, program_pid: int) -> None:
-        """Kill a program and all its descendants, including those started meanwhile.
+        """Kill a program and all descendants, including processes started meanwhile.
 
         Takes milliseconds, and `_END_SECONDS` at most; logs processes that still run then.
         """
@@ -114,7 +114,7 @@ def _own_descendants(excluded: Collection[int]) -> dict[int, str]:
 
 
 def count_memory_kills() -> int:
-    """Return the number of out-of-memory kills in this container; 0 if unknown."""
+    """Return the container's number of out-of-memory kills; 0 if unknown."""
     for name in _OOM_COUNTERS:
         with contextlib.suppress(OSError):
             for line in Path(name).read_text(encoding="ascii").splitlines():

@@ -169,7 +169,7 @@ class ProgramsProblem(PlanningProblem[Options]):
 
 
 class Programs(Workload):
-    """Workload of user commands; each device receives its own files."""
+    """Workload of user commands; each device receives only the files of one program."""
 
     name = "program"
     Part = ProgramWorkloadPart
@@ -191,7 +191,7 @@ class Programs(Workload):
     def rebuild_problem(
         self, base_problem: PlanningProblem, method: Method, facts: Mapping[str, Any]
     ) -> PlanningProblem:
-        """Rebuild the problem of a device with the files of its program."""
+        """Rebuild the problem of a device with the files of the device's program."""
         return _with_files(
             base_problem,
             TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"]),
