@@ -93,7 +93,7 @@ class Deployment(BaseModel):
         return self
 
     def problem(self) -> tuple[Method, PlanningProblem]:
-        """Import the method and build the device's view of the problem. Raises `InputError` for code that cannot be
+        """Import the method and build the device's view of the problem. Raises `InputError` if the code cannot be
         loaded."""
         workload, code = self.workload, self.method_code
         if code is None:
@@ -244,7 +244,7 @@ def _dump_code(code: Code | None) -> Any:
 
 @cache
 def _type_adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return a cached serialiser. Building one is slow, and commands that only plan need none."""
+    """Return a cached serialiser. Building one is slow, and planning commands need none."""
     return TypeAdapter(kind)
 
 
@@ -259,7 +259,7 @@ def deployments(
     addresses: Mapping[str, str],
     broadcast: str | None,
 ) -> Deployments:
-    """Build the deployments of a prepared run. Raises `InputError` for a user's file that is not text.
+    """Build the deployments of a prepared run. Raises `InputError` if a user's file is not text.
 
     ``addresses`` are the devices' on the data network.
     """

@@ -159,7 +159,7 @@ class Device(Protocol):
 
     @property
     def leaving(self) -> bool:
-        """Whether a `retire` fault has asked the device to leave. The device stops when its program returns."""
+        """Whether a `retire` fault has asked the device to leave. The device stops when the program returns."""
 
     async def send(self, peer: str, message: Message) -> None:
         """Send reliably, in the order of the calls for each peer; return after the peer's acknowledgement.
@@ -189,7 +189,7 @@ class Device(Protocol):
         """Return whether a message from the peer has arrived in part."""
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Run a computation on one of the device's processors and charge its cost as time.
+        """Run a computation on one of the device's processors and charge ``cost`` as time.
 
         Computations begin in the order of the calls, as many at once as the device has processors (one by default).
         Records the events ``begin`` and ``compute``.
@@ -212,12 +212,12 @@ class Device(Protocol):
         """Seconds since the workload started; one clock for all devices of the run."""
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write an event to the run's log; ``testbed.trace.events`` lists the events that metrics use."""
+        """Write an event to the run's log; ``testbed.trace.events`` lists the events used by metrics."""
 
     def expose(
         self, weights: Callable[[], Mapping[str, Any]], part: bool = False
     ) -> None:
-        """Register the function that returns the current weights; the runtime calls the function on request.
+        """Register a function returning the current weights; the runtime calls the function on request.
 
         The weights of the coordinator are the result of the run. A ``part`` is the device's own part of the model: a
         run that fails before the coordinator has gathered the whole model keeps the parts of all devices. A device may

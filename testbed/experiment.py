@@ -42,7 +42,7 @@ class Experiment:
     """Computers shared by several devices; each device is on at most one computer."""
 
     def sharing_devices(self) -> tuple[DeviceSpec, ...]:
-        """Return the devices with the speed that each has while all devices on its machine compute."""
+        """Return the devices with the speed of each while all devices on the same machine compute."""
         processors = {device.name: device.processors for device in self.devices}
         shares: dict[str, float] = {}
         for machine in self.machines:

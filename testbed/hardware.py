@@ -123,7 +123,7 @@ class DeviceSpec:
 
     @cached_property
     def rates(self) -> tuple[tuple[tuple[Kind, ...], Rates], ...]:
-        """Return the distinct rates with the kinds of layers that use each. Devices with equal rates take
+        """Return the distinct rates with the kinds of layers using each. Devices with equal rates take
         equal time."""
         unnamed = tuple(kind for kind in KINDS if kind not in self.kinds)
         plain: list[tuple[tuple[Kind, ...], Rates]] = [
@@ -164,7 +164,7 @@ _ALWAYS_ACCEPTED = 1 << 20
 
 
 def largest_message(*devices: DeviceSpec) -> int:
-    """Return the size in bytes of the largest message that fits the memory of all given devices.
+    """Return the size in bytes of the largest message fitting the memory of all given devices.
 
     >>> largest_message(DeviceSpec("a", 1e9, memory=8e9), DeviceSpec("b", 1e9, memory=1e9))
     500000000
@@ -174,7 +174,7 @@ def largest_message(*devices: DeviceSpec) -> int:
 
 
 def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:
-    """Raise `TestbedError` if a message exceeds the memory of its sender or receiver."""
+    """Raise `TestbedError` if a message exceeds the memory of the sender or the receiver."""
     largest = largest_message(sender, receiver)
     if size > largest:
         raise TestbedError(
@@ -185,7 +185,7 @@ def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A computer that hosts several devices, whose computations share its cores."""
+    """A computer with several devices, whose computations share the cores."""
 
     devices: tuple[str, ...]
     cores: float
@@ -194,7 +194,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Profile:
-    """A type of device, with the source of its values."""
+    """A type of device, with the source of the values."""
 
     name: str
     speed: float

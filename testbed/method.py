@@ -78,7 +78,7 @@ PlannedMessage = tuple[str, str, float]
 
 @dataclass(frozen=True)
 class Alternative:
-    """A candidate plan, with its demands on each device and on the network."""
+    """A candidate plan, with the demands on each device and on the network."""
 
     name: str
     chosen: bool
@@ -226,7 +226,7 @@ _FORMER = {
 
 
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
-    """A published system or a baseline, with its own types of options and plan details.
+    """A published system or a baseline, with method-specific types of options and plan details.
 
     Stateless: state lives in the programs. Problem and context have the types of the supported workloads:
     `PlanningProblem` and `ProgramContext`, or classes that a workload derives from them
@@ -286,7 +286,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return problem, plan.part_of(device)
 
     def simulation_state(self, problem: Any) -> Any:
-        """Return an object through which the devices of a simulation compute together; None if they compute alone."""
+        """Return an object for joint computations of a simulation's devices; None if each device computes alone."""
         return None
 
     def largest_messages(

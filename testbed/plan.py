@@ -42,7 +42,7 @@ class Assignment(BaseModel):
 
 
 class PlanDetails(BaseModel):
-    """Method-specific additions to a plan; a method derives its own class.
+    """Method-specific additions to a plan; a method derives a class with fields.
 
     The base class accepts any keys, so that a reader of results without the method keeps the details as plain values.
     """
@@ -103,7 +103,7 @@ class Plan(BaseModel, Generic[DetailsType]):
         return {device: tuple(assignments) for device, assignments in lists.items()}
 
     def part_of(self, device: str) -> Self:
-        """Return the part of the plan for a device: the whole plan for the coordinator, else its own assignments."""
+        """Return the plan for a device: the whole plan for the coordinator, else only the device's assignments."""
         if device == self.coordinator:
             return self
         return self.model_copy(
@@ -118,7 +118,7 @@ class Plan(BaseModel, Generic[DetailsType]):
         return sum(assignment.memory for assignment in self.assignments_of(device))
 
     def with_details(self, kind: type[OtherDetails]) -> Plan[OtherDetails]:
-        """Return the plan with its details validated as the given class. Raises pydantic's ValidationError."""
+        """Return the plan with the details validated as the given class. Raises pydantic's ValidationError."""
         return Plan(
             method=self.method,
             coordinator=self.coordinator,

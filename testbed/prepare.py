@@ -112,7 +112,7 @@ def _make_plan(method: Method, problem: PlanningProblem) -> Plan:
 
 
 def build_problem(trial: Trial) -> tuple[Method, PlanningProblem]:
-    """Return the method of a trial and the problem for its planner.
+    """Return the method of a trial and the problem for the method's planner.
 
     Raises `InputError` if the workload names unknown or incompatible items. Reads no data files.
     """
@@ -209,7 +209,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
 
 
 def _device_key(name: str, scenario: Scenario, field: str = "memory") -> Key:
-    """Return the scenario key of a device's property; the key of the device if its profile sets the property."""
+    """Return the scenario key of a device's property; the key of the device if the profile sets the property."""
     for part_name, part in scenario.devices.items():
         if name in device_names(part_name, part):
             field_key = (field,) if field in part.model_fields_set else ()
@@ -218,7 +218,7 @@ def _device_key(name: str, scenario: Scenario, field: str = "memory") -> Key:
 
 
 def _locate_error(error: InputError, trial: Trial) -> Diagnostic:
-    """Prefix an error with the scenario key of its workload field or device."""
+    """Prefix an error with the scenario key of the affected workload field or device."""
     # Most planners raise errors without a key: an option of the method is the likely cause.
     key = error.key or ("method",)
     if key[0] in type(trial.scenario.workload).model_fields:

@@ -74,7 +74,7 @@ def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
 
 
 def metrics_spec_of(method: Method, workload: WorkloadPart) -> MetricsSpec:
-    """Return the metrics, events and report sections defined by a method and its workload."""
+    """Return the metrics, events and report sections defined by a method and a workload."""
     return workload_of(workload).declared.joined(method.declared)
 
 

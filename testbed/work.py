@@ -39,7 +39,7 @@ _registered: dict[str, Any] = {}
 
 
 class MethodPart(ConfigModel):
-    """A method by name, with its options (see `testbed show methods`)."""
+    """Name and options of a method (see `testbed show methods`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = Field(
@@ -111,7 +111,7 @@ class WorkloadPart(ConfigModel):
         return iter(())
 
     def sources(self) -> Mapping[str, Any]:
-        """Return the subsections that may name a Python file, each with ``file`` and ``name``."""
+        """Return the subsections for user code, each with the keys ``file`` and ``name``."""
         return {"method": self.method}
 
     def files(self) -> Iterator[str]:
@@ -129,7 +129,7 @@ class WorkloadPart(ConfigModel):
     @model_validator(mode="wrap")
     @classmethod
     def _of_its_kind(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the section with the class of its `task`."""
+        """Validate the section with the class for the value of `task`."""
         # A derived class validates itself, and a value that is not a mapping has another error.
         if cls is not WorkloadPart or not isinstance(value, Mapping):
             return read(value)

@@ -43,7 +43,7 @@ class Prepared:
 
     @property
     def scenario(self) -> Scenario:
-        """The scenario of this trial only."""
+        """The scenario of the trial, without other trials."""
         return self.trial.scenario
 
     @property
@@ -128,7 +128,7 @@ class Workload(ABC):
     def extend_problem(
         self, base_problem: PlanningProblem, scenario: Scenario, method: Method
     ) -> PlanningProblem:
-        """Extend the generic ``base_problem`` by the facts of this workload. Pure.
+        """Extend the generic ``base_problem`` by the facts of the workload. Pure.
 
         Reads code that the scenario names, but no data. Raises `InputError` with keys below `workload`.
         """
@@ -144,7 +144,7 @@ class Workload(ABC):
         return problem, None
 
     def check(self, method: Method, problem: PlanningProblem, plan: Plan) -> None:
-        """Raise `InputError` for a plan not supported by this workload."""
+        """Raise `InputError` for a plan not supported by the workload."""
         return
 
     def hint(self, problem: PlanningProblem, error: InputError) -> str:
@@ -184,7 +184,7 @@ class Workload(ABC):
         return Inputs()
 
     def prepare_device(self, problem: PlanningProblem) -> dict[str, Any] | None:
-        """Import libraries before a device's program starts; return the versions that numerics depend on."""
+        """Import libraries before a device's program starts; return the versions relevant to numerics."""
         return None
 
     def read_data(self, body: bytearray) -> Any:
@@ -200,7 +200,7 @@ class Workload(ABC):
         weights: Mapping[str, Any] | None,
         on_weights: Callable[[], None],
     ) -> ProgramContext:
-        """Return the input of a device's program in its container."""
+        """Return the input of a device's program in a container."""
         return ProgramContext(problem, plan)
 
     def simulation_context(
@@ -222,7 +222,7 @@ class Workload(ABC):
         return outcome
 
     def library_versions(self) -> dict[str, Any] | None:
-        """Return the versions that numerics depend on in this process, for the manifest; None if irrelevant."""
+        """Return the library versions relevant to numerics, for the manifest; None if irrelevant."""
         return None
 
 
