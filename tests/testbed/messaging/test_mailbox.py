@@ -11,7 +11,8 @@ from testbed.messaging.mailbox import Mailbox, MailboxFullError, Tasks, transfer
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.network.link import Link
 from testbed.wire.message import Message, WireError
-from tests.helpers.simulated_programs import LINK, simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
+from tests.helpers.worlds import LINK
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from testbed.messaging.membership import (
 )
 from testbed.messaging.typed_messages import TypedMessage
 from testbed.wire.message import Message
-from tests.helpers.simulated_programs import LINK, simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
+from tests.helpers.worlds import LINK
 
 NAMES = ("coordinator", "one", "two")
 

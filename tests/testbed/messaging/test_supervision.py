@@ -26,7 +26,8 @@ from testbed.messaging.typed_messages import ConfigurationMessage
 from testbed.network.link import Link
 from testbed.plan import Assignment
 from testbed.wire.message import size_around
-from tests.helpers.simulated_programs import LINK, simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
+from tests.helpers.worlds import LINK
 
 NAMES = ("coordinator", "one", "two")
 LAYOUT = [

@@ -14,7 +14,8 @@ from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.ml.layers.collectives import Contribution, Group
 from testbed.simulation.world import World
-from tests.helpers.simulated_programs import LINK, simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
+from tests.helpers.worlds import LINK
 
 NAMES = ("a", "b", "c", "d", "e")
 Operation = Callable[[Group, int], Awaitable[Any]]
