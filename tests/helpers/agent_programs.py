@@ -26,7 +26,9 @@ class Instructions(Options):
 
     program: str = "log_name"
     count: int = 1
+    """Number of messages."""
     size: int = 0
+    """Bytes of a message, or of a file."""
 
 
 class Scripted(Method):

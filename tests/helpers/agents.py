@@ -25,16 +25,20 @@ from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.trace.events import Event
+from testbed.wire.ports import CONTROL_PORT, DATA_PORT
 from testbed.work import WorkloadPart
 from testbed_controller.lab.clients import Agent
 from tests.helpers.agent_programs import Scripted
 
 TOKEN = "a-token-of-the-tests"
+"""Authenticates requests of the controller."""
 RUN_TOKEN = "a-token-of-the-run"
+"""Authenticates messages between devices."""
 HERE = Path(__file__).parent
 
 # Test processes run in parallel on one machine: ports and addresses follow from the process id.
 _CAST_PORT = 20000 + os.getpid() % 2000 * 20
+"""A port from 20000 to 59980. All devices of a test share it, since a cast reaches one port of the loopback network."""
 
 
 class LoopbackDevice:
@@ -44,12 +48,14 @@ class LoopbackDevice:
         self, name: str, index: int, environment: Mapping[str, str] | None = None
     ) -> None:
         self.name = name
+        # Two bytes of the address for the process, without 0 and 255, and one for the device.
         upper, lower = divmod(os.getpid(), 250)
         self.host = f"127.{1 + upper % 250}.{1 + lower}.{10 + index}"
-        self.data = f"{self.host}:8701"
+        self.control_address = f"{self.host}:{CONTROL_PORT}"
+        self.data_address = f"{self.host}:{DATA_PORT}"
         self.environment = environment or {}
         self.process: subprocess.Popen[bytes] | None = None
-        self.agent = Agent(f"http://{self.host}:8700", TOKEN, name)
+        self.agent = Agent(f"http://{self.control_address}", TOKEN, name)
 
     def boot(self) -> None:
         """Start the process and wait for the agent's first response."""
@@ -57,8 +63,8 @@ class LoopbackDevice:
             "TESTBED_RUN": "test-run",
             "TESTBED_DEVICE": self.name,
             "TESTBED_TOKEN": TOKEN,
-            "TESTBED_CONTROL_ADDRESS": f"{self.host}:8700",
-            "TESTBED_DATA_ADDRESS": f"{self.host}:8701",
+            "TESTBED_CONTROL_ADDRESS": self.control_address,
+            "TESTBED_DATA_ADDRESS": self.data_address,
             "TESTBED_CAST_ADDRESS": f"0.0.0.0:{_CAST_PORT}",
             "OMP_NUM_THREADS": "1",
             **self.environment,
@@ -68,7 +74,7 @@ class LoopbackDevice:
         )
         for _ in range(400):
             try:
-                requests.get(f"http://{self.host}:8700/health", timeout=5)
+                requests.get(f"http://{self.control_address}/health", timeout=5)
             except requests.ConnectionError:
                 time.sleep(0.02)
             else:
@@ -114,7 +120,7 @@ def make_deployment(
         plan=Plan(method="scripted", coordinator="a", assignments=()),
         run="test-run",
         token=RUN_TOKEN,
-        addresses={peer.name: peer.data for peer in devices},
+        addresses={peer.name: peer.data_address for peer in devices},
         broadcast=f"127.255.255.255:{_CAST_PORT}",
     ).of(device.name)
 
@@ -125,7 +131,7 @@ def replace_fields(body: bytes, **changes: Any) -> bytes:
 
 
 def count_events(device: LoopbackDevice) -> int:
-    """Return the number of events since the boot, after which a reader sees only new ones."""
+    """Return the number of events since the boot; a reader that skips as many sees only new ones."""
     return int(device.agent.metrics()["testbed_events_total"])
 
 
@@ -138,24 +144,25 @@ def run_programs(
         device.agent.deploy(make_deployment(device, devices, program, **options))
 
     def read_events(device: LoopbackDevice) -> list[Event]:
-        return list(device.agent.events(earlier[device.name]))
+        return list(device.agent.events(earlier_events[device.name]))
 
     with ThreadPoolExecutor(len(devices)) as pool:
         list(pool.map(deploy, devices))
-        earlier = {device.name: count_events(device) for device in devices}
+        earlier_events = {device.name: count_events(device) for device in devices}
         # All programs start at one instant, a little ahead of the requests.
         origin = time.monotonic() + 0.05
         for device in devices:
             device.agent.start(origin)
         events = pool.map(read_events, devices)
-        return dict(zip(earlier, events, strict=True))
+        return dict(zip(earlier_events, events, strict=True))
 
 
 def start_and_wait(device: LoopbackDevice) -> None:
-    """Start the deployed program and wait until messages can be received."""
-    earlier = count_events(device)
+    """Start the deployed program and wait for the event of its start."""
+    earlier_events = count_events(device)
     device.agent.start(time.monotonic())
-    for event in device.agent.events(earlier):
+    for event in device.agent.events(earlier_events):
+        # In this state the device receives messages.
         if event.fields.get("state") == "started":
             return
 
@@ -173,10 +180,11 @@ def ask(
     device: LoopbackDevice,
     method: str,
     path: str,
-    port: int = 8700,
+    port: int = CONTROL_PORT,
     token: str = TOKEN,
     **options: Any,
 ) -> requests.Response:
+    """Send an HTTP request with a token to the agent; ``options`` are those of `requests.request`."""
     headers = {"Authorization": f"Bearer {token}"} | options.pop("headers", {})
     return requests.request(
         method,
@@ -202,6 +210,7 @@ def send_raw(device: LoopbackDevice, port: int, request: bytes) -> bytes:
 
 
 def request_head(method: str, path: str, *headers: str, token: str = TOKEN) -> bytes:
+    """Return the head of an HTTP request for `send_raw`."""
     lines = [
         f"{method} {path} HTTP/1.1",
         "Host: agent",

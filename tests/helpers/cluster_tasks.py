@@ -1,6 +1,7 @@
-"""Replacements for the task of a cluster's worker.
+"""Replacements for the task of a cluster's worker, which runs one trial and returns its files.
 
-Each worker imports this module again, so it imports only the standard library.
+The results folders of trials are named run0, run1, ... Each worker imports this module again, so it imports only the
+standard library.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ class Inference:
     """Largest difference from the undivided model's outputs, relative to the largest of these; nan if some are missing.
     """
     weights: Mapping[str, torch.Tensor]
+    """State of the undivided model."""
 
 
 def distributed_scenario(
@@ -61,7 +62,7 @@ def run_inference(
     model: Model | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Inference:
-    """Simulate a scenario; a given ``model`` replaces the scenario's and processes random images."""
+    """Simulate a scenario. ``model`` replaces the scenario's model and processes random images."""
     (trial,) = trials(spec)
     method = METHODS["distributed"]
     samples = spec.workload.requests * spec.workload.batch_size
@@ -80,13 +81,13 @@ def run_inference(
     plan = method.plan(problem)
     prepared = Prepared(trial, method, problem, plan)
     outputs: dict[int, torch.Tensor] = {}
-    add = Answers.add
+    original_add = Answers.add
 
     def keep_output(answers, index, output):
         outputs[index] = output
-        add(answers, index, output)
+        original_add(answers, index, output)
 
-    # A run reports only the accuracy of its answers, so the outputs are read on their way to it.
+    # A run reports only the accuracy of its outputs, so they are copied before they are compared with the labels.
     with patch.object(Answers, "add", keep_output):
         outcome = simulate(prepared, data, weights=weights)
     whole = problem.model.build(0, len(problem.model.units), problem.seed).eval()

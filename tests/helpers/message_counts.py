@@ -1,4 +1,4 @@
-"""Comparison of traffic between both clocks: messages and casts of each link, with their bytes.
+"""Comparison of traffic between both clocks, that of containers and the virtual one: messages and casts of each link.
 
 The verdict of a run in containers judges its times. A lost message or cast hardly changes any time, so only counting
 detects it.
@@ -18,7 +18,7 @@ Flow = tuple[str, str, str]
 Sizes = Mapping[Flow, list[int]]
 """Bytes of each message, in order."""
 
-BY_TIME = ("hello", "ping", "pong")
+TIME_DEPENDENT_KINDS = ("hello", "ping", "pong")
 """Kinds of messages whose number depends on time: a device repeats hello until it is configured, and pings follow a
 silence."""
 
@@ -26,16 +26,16 @@ HEADER_SLACK = 64
 """Accepted difference of a message's size in bytes: the simulator assumes a typical number of digits of sequence
 numbers, and safetensors start at a multiple of 64 bytes."""
 
-AT_THE_END = 3
+MAX_UNMATCHED_AT_END = 3
 """Messages of one kind and link that may be sent and not received, or received and not sent, as a run ends: a message
 counts as sent once it is acknowledged, and a device whose program has ended acknowledges messages and drops them."""
 
-WAYS = {
-    "received": ("receive", "messages"),
-    "cast": ("cast", "casts"),
-    "heard": ("receive", "casts"),
+COMPARED_TRAFFIC = {
+    "received messages": ("receive", "messages"),
+    "sent casts": ("cast", "casts"),
+    "received casts": ("receive", "casts"),
 }
-"""Compared traffic: name of the event, and messages or casts."""
+"""For each description of compared traffic: the name of the events, and whether they are of messages or casts."""
 
 
 def outcome_in(folder: Path) -> Outcome:
@@ -43,22 +43,24 @@ def outcome_in(folder: Path) -> Outcome:
     return files.load(folder).outcome
 
 
-def message_sizes(outcome: Outcome, event_name: str, about: str) -> Sizes:
-    """Return the sizes of the ``messages`` or ``casts`` of all events with one name.
+def message_sizes(outcome: Outcome, event_name: str, transmission: str) -> Sizes:
+    """Return the sizes in all events with one name; ``transmission`` is ``messages`` or ``casts``.
 
-    A cast counts once for each receiver that it is for.
+    The events are ``send``, ``cast`` or ``receive``. A sent cast counts once for each intended receiver.
     """
     sizes: dict[Flow, list[int]] = defaultdict(list)
     for event in outcome.events:
         fields = event.fields
-        # Other events may lack a message, so the name is compared first.
-        if event.event != event_name or fields["message"] in BY_TIME:
+        # Other events may lack the field `message`.
+        if event.event != event_name:
+            continue
+        if fields["message"] in TIME_DEPENDENT_KINDS:
             continue
         kind, size, device = fields["message"], fields["bytes"], event.device
         if event_name == "receive":
-            # A message that was received by a cast carries the number of the cast.
+            # Only events of received casts have the number of the cast.
             is_cast = fields.get("cast") is not None
-            if is_cast == (about == "casts"):
+            if is_cast == (transmission == "casts"):
                 sizes[fields["peer"], device, kind].append(size)
             continue
         receivers = [fields["peer"]] if event_name == "send" else fields["peers"]
@@ -81,17 +83,18 @@ def count_differences(
     run.
     """
     differences = lost_in_containers(emulated, excluded=excluded)
-    for way, (event_name, about) in WAYS.items():
-        expected = message_sizes(simulated, event_name, about)
-        measured = message_sizes(emulated, event_name, about)
+    for description, (event_name, transmission) in COMPARED_TRAFFIC.items():
+        expected = message_sizes(simulated, event_name, transmission)
+        measured = message_sizes(emulated, event_name, transmission)
         for flow in sorted(expected.keys() | measured.keys()):
+            # A flow is excluded if its sender, its receiver or its kind is.
             if {*flow} & {*excluded}:
                 continue
             difference = _compare_sizes(
                 expected.get(flow, []), measured.get(flow, []), unfinished
             )
             if difference:
-                differences.append(f"{way} {flow}: {difference}")
+                differences.append(f"{description} {flow}: {difference}")
     return differences
 
 
@@ -122,7 +125,7 @@ def lost_in_containers(
         if {*flow} & {*excluded}:
             continue
         arrived, acknowledged = len(received.get(flow, [])), len(sent.get(flow, []))
-        if abs(acknowledged - arrived) > AT_THE_END:
+        if abs(acknowledged - arrived) > MAX_UNMATCHED_AT_END:
             losses.append(f"{flow}: {acknowledged} sent, {arrived} received")
     for device, counts in emulated.fidelity.get("queues", {}).items():
         if counts.get("unread"):

@@ -3,6 +3,9 @@
 import torch
 from torch import nn
 
+PARTS = (slice(200), slice(200, 300))
+"""Training samples and test samples of 300."""
+
 
 class Masked(nn.Module):
     """Classifies by the mean over unmasked tokens; its layers attend to unmasked tokens only."""
@@ -52,7 +55,7 @@ def tokens():
     draws = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 30, (300, 7), generator=draws)
     lengths = torch.randint(4, 8, (300, 1), generator=draws)
-    # The first four tokens are never masked, and the first one determines the label.
+    # Padding has the token 0 and the mask 0.
     mask = (torch.arange(7) < lengths).long()
     ids, labels = ids * mask, ids[:, 0] % 3
     parts = []
@@ -70,6 +73,3 @@ def pairs():
     # The label depends on both inputs, so a network that ignores one cannot learn it.
     labels = (first.sum(1) > second.sum(1)).long()
     return tuple(((first[part], second[part]), labels[part]) for part in PARTS)
-
-
-PARTS = (slice(200), slice(200, 300))  # training and test

@@ -65,7 +65,7 @@ class RecordingLab:
         self.agents = {name: RecordingAgent() for name in "abc"}
         self.devices = {name: SimpleNamespace(state="running") for name in "abc"}
         self.shaped: dict[Pair, Link] = dict(self.experiment.links)
-        # One object plays both parts: its `set` is the shaper's.
+        # The lab is its own shaper, whose method `set` changes links.
         self.shaper = self
         self.booted_with: dict[Pair, Link] = {}
         self.refuses_links = False

@@ -1,4 +1,4 @@
-"""The workload of the ring example: a token circulates, so that no test of the machinery needs torch."""
+"""The workload of the ring example, in which a token circulates: tests of the machinery need no torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def at_span_start(device, span, batch):
 
 
 def random_fault(draw: random.Random, *, is_first: bool) -> dict:
-    # Seeds of failures stay valid only as long as the order of draws stays.
+    """Return the keys of a fault: ``central`` hits the coordinator, ``cut`` one link, most others a worker."""
+    # Tests name the seeds of former failures, which stay valid only as long as the order of draws stays. Kills are the
+    # most important kind, and twice as likely as each other kind.
     kind = draw.choice(
         ["kill", "kill", "pause", "partition", "degrade", "throttle", "central", "cut"]
     )
@@ -71,7 +73,7 @@ def random_fault(draw: random.Random, *, is_first: bool) -> dict:
 
 
 def random_moment(draw: random.Random, victim: str, *, is_first: bool) -> dict:
-    """Return the keys for the time of a fault; a later fault may also follow the one before it."""
+    """Return the keys for the time of a fault; all faults but the first may also depend on an earlier fault."""
     moments = [{"at": f"{draw.randint(0, 2500)}ms"}]
     span = draw.choice(["forward", "backward", "update"])
     moments.append({"when": at_span_start(victim, span, draw.randint(0, STEPS - 1))})
@@ -91,6 +93,7 @@ def random_keys(seed: int) -> dict:
         random_fault(draw, is_first=index == 0) for index in range(draw.randint(1, 5))
     ]
     name = draw.choice(["ftpipehd", "ftpipehd", "respipe", "pipedream"])
+    # The other methods lack the options of `METHOD` for repartitioning.
     replicated = {
         "name": name,
         "chain_replication_interval": 4,
@@ -98,14 +101,14 @@ def random_keys(seed: int) -> dict:
         "stall_timeout": "500ms",
     }
     method = METHOD if name == "ftpipehd" else replicated
-    window = draw.choice(["0s", "5s"])
+    rejoin_timeout = draw.choice(["0s", "5s"])
     devices = {
         name: {"speed": draw.choice(["2mflops", "1mflops", "200kflops"])}
         for name in DEVICES
     }
     return {
         "workload": {"steps": STEPS, "model": MODEL},
-        "method": {**method, "rejoin_timeout": window},
+        "method": {**method, "rejoin_timeout": rejoin_timeout},
         "devices": devices,
         "faults": faults,
         "time_limit": "30000s",

@@ -46,15 +46,15 @@ def test_equal_runs_do_not_differ() -> None:
     [
         (
             (CAST, SENT, RECEIVED),
-            "heard ('a', 'b', 'outputs'): 0 in containers, 1 simulated",
+            "received casts ('a', 'b', 'outputs'): 0 in containers, 1 simulated",
         ),
         (
             (CAST, HEARD_CAST, SENT),
-            "received ('a', 'b', 'gradient'): 0 in containers, 1 simulated",
+            "received messages ('a', 'b', 'gradient'): 0 in containers, 1 simulated",
         ),
         (
             (CAST, HEARD_CAST, SENT, RECEIVED_LONGER),
-            "received ('a', 'b', 'gradient'): 1900 bytes in containers, 900 simulated",
+            "received messages ('a', 'b', 'gradient'): 1900 bytes in containers, 900 simulated",
         ),
     ],
     ids=["lost cast", "lost message", "longer message"],
