@@ -40,12 +40,15 @@ class ReferenceDevice:
     forwards: dict = field(default_factory=dict)
     """Inputs, weights, outputs and missing inputs of each forward pass, by (layer, batch)."""
     casts: int = 0
+    """Number of casts sent."""
     stage: int = 0
+    """VersatileFL's stage of training, which determines default thresholds."""
     dropped: set = field(default_factory=set)
     """Forward passes (layer, batch) that failed the criterion of VersatileFL."""
     saved: dict = field(default_factory=dict)
     """The newest complete gradients by layer, for reuse."""
     reuses: Counter = field(default_factory=Counter)
+    """Number of updates with the saved gradients of each layer."""
     rates: dict = field(default_factory=dict)
     """Success rates that the outputs of (layer, batch) carry."""
     past: dict = field(default_factory=dict)
@@ -115,12 +118,13 @@ class EdgePipeReference:
         """Compute the passes of a layer that are due in a slot, and return their deliveries."""
         deliveries = []
         # Batch b passes layer l forward in slot b * period + l, and backward 2 * (layers - l) - 1 slots later.
-        due = [(layer, self.forward)]
+        starts = [(layer, self.forward)]
         if layer > 0:
-            due.append((2 * self.layers - 1 - layer, self.backward))
-        for first_slot, compute in due:
-            batch, rest = divmod(slot - first_slot, self.period)
-            if rest == 0 and 0 <= batch < len(self.setting.batches):
+            starts.append((2 * self.layers - 1 - layer, self.backward))
+        for first_slot, compute in starts:
+            batch, slots_since_start = divmod(slot - first_slot, self.period)
+            is_due = slots_since_start == 0
+            if is_due and 0 <= batch < len(self.setting.batches):
                 for name in self.holders(layer):
                     deliveries += compute(name, layer, batch)
         return deliveries
@@ -145,6 +149,7 @@ class EdgePipeReference:
         return [(receiver, key, name, message) for receiver in receivers]
 
     def message(self, node, kind, layer, batch, values):
+        """Return a message: values, success rates and stage; EdgePipe uses the values only."""
         return values, (), node.stage
 
     def take(self, name, kind, layer, batch):
@@ -199,37 +204,43 @@ class EdgePipeReference:
         return float(-logs[rows, labels].mean()), gradient / len(labels)
 
     def backward(self, name, layer, batch):
+        """Compute a backward pass and return the deliveries of its losses, the gradients of the inputs."""
         neurons = self.neurons(name, layer)
         if layer == self.layers - 1:
             messages = self.take(name, "outputs", layer, batch)
             results, _ = self.assemble(layer, batch, messages)
             loss, gradient = self.cross_entropy(results, batch)
-            source = self.output_gradient(name, layer, batch, messages)
+            source = self.output_gradient_source(name, layer, batch, messages)
             if name == self.coordinator:
                 self.losses.append(loss)
                 self.observe(batch, loss, source)
-            own = gradient[:, neurons] if source == "new" else None
+            own_gradient = gradient[:, neurons] if source == "new" else None
         else:
             messages = self.take(name, "losses", layer + 1, batch)
-            source = self.hidden_gradient(name, layer, batch, messages)
-            own = None
+            source = self.hidden_gradient_source(name, layer, batch, messages)
+            own_gradient = None
             if messages:
-                own = sum(values[:, neurons] for values, *_ in messages.values())
-        before = self.learn(name, layer, batch, own, source)
-        return [] if before is None else self.cast(name, "losses", layer, batch, before)
+                parts = [values[:, neurons] for values, *_ in messages.values()]
+                own_gradient = sum(parts)
+        input_gradient = self.learn(name, layer, batch, own_gradient, source)
+        if input_gradient is None:
+            return []
+        return self.cast(name, "losses", layer, batch, input_gradient)
 
-    def output_gradient(self, name, layer, batch, messages):
-        """Return the gradient for an update of the output layer: "new", "saved" or "none"."""
-        is_due = self.update_condition == "all_losses"
-        is_due = is_due or len(messages) == len(self.holders(layer))
-        return "new" if is_due and self.inputs_suffice(name, layer, batch) else "none"
+    def output_gradient_source(self, name, layer, batch, messages):
+        """Return the gradient for an update of the output layer: "new" or "none"; VersatileFL adds "saved"."""
+        # The output layer receives no losses, so the condition "all_losses" always holds.
+        is_met = self.update_condition == "all_losses"
+        is_met = is_met or len(messages) == len(self.holders(layer))
+        return "new" if is_met and self.inputs_suffice(name, layer, batch) else "none"
 
-    def hidden_gradient(self, name, layer, batch, messages):
-        """Return the gradient for an update of another layer: "new", "saved" or "none"."""
-        is_due = len(messages) == len(self.holders(layer + 1))
-        return "new" if is_due and self.inputs_suffice(name, layer, batch) else "none"
+    def hidden_gradient_source(self, name, layer, batch, messages):
+        """Return the gradient for an update of another layer: "new" or "none"; VersatileFL adds "saved"."""
+        is_met = len(messages) == len(self.holders(layer + 1))
+        return "new" if is_met and self.inputs_suffice(name, layer, batch) else "none"
 
     def inputs_suffice(self, name, layer, batch):
+        """Return whether the forward pass had the inputs that the update condition requires."""
         if self.update_condition != "all_transmissions":
             return True
         *_, missing = self.nodes[name].forwards[layer, batch]
@@ -238,13 +249,18 @@ class EdgePipeReference:
     def observe(self, step, loss, source):
         """Note the loss of a batch at the coordinator; EdgePipe does not use it."""
 
-    def gradients(self, name, layer, batch, own):
-        """Return the gradients of weights, bias and inputs, and the missing inputs, for the weights of the forward."""
+    def gradients(self, name, layer, batch, own_gradient):
+        """Return the gradients of weights, bias and inputs, and the missing inputs, for the weights of the forward.
+
+        ``own_gradient`` is the gradient of the outputs of the device's neurons.
+        """
         inputs, weights, outputs, missing = self.nodes[name].forwards.pop(
             (layer, batch)
         )
         # The output layer has no ReLU.
-        sums = own if layer == self.layers - 1 else own * (outputs > 0)
+        sums = own_gradient
+        if layer < self.layers - 1:
+            sums = own_gradient * (outputs > 0)
         return sums.T @ inputs, sums.sum(axis=0), sums @ weights, missing
 
     def update(self, node, layer, weight_gradient, bias_gradient):
@@ -253,17 +269,17 @@ class EdgePipeReference:
         node.weights[layer] = node.weights[layer] - rate * weight_gradient
         node.biases[layer] = node.biases[layer] - rate * bias_gradient
 
-    def learn(self, name, layer, batch, own, source):
-        """Update a layer, and return the losses for the layer before it, or None."""
+    def learn(self, name, layer, batch, own_gradient, source):
+        """Update a layer, and return the gradient of its inputs for the layer before it, or None."""
         if source == "none":
             return None
-        weight_gradient, bias_gradient, before, missing = self.gradients(
-            name, layer, batch, own
+        weight_gradient, bias_gradient, input_gradient, missing = self.gradients(
+            name, layer, batch, own_gradient
         )
         self.update(self.nodes[name], layer, weight_gradient, bias_gradient)
         # Neurons whose outputs were missing have no part in the loss.
-        before[:, missing] = 0
-        return before if layer > 1 else None
+        input_gradient[:, missing] = 0
+        return input_gradient if layer > 1 else None
 
 
 class VersatileFLReference(EdgePipeReference):
@@ -357,13 +373,13 @@ class VersatileFLReference(EdgePipeReference):
             elif (layer, sender) in node.past:
                 inputs[:, self.neurons(sender, layer)] = node.past[layer, sender]
 
-    def output_gradient(self, name, layer, batch, messages):
+    def output_gradient_source(self, name, layer, batch, messages):
         rates = self.mean_rates(layer, messages)
         if not self.meets_criterion(name, layer, batch, rates):
             return "none"
         return "new" if len(messages) == len(self.holders(layer)) else "saved"
 
-    def hidden_gradient(self, name, layer, batch, messages):
+    def hidden_gradient_source(self, name, layer, batch, messages):
         if (layer, batch) in self.nodes[name].dropped:
             return "none"
         needed = 1
@@ -393,18 +409,20 @@ class VersatileFLReference(EdgePipeReference):
             self.nodes[self.coordinator].stage += 1
             self.best_end = end
 
-    def learn(self, name, layer, batch, own, source):
-        node, before = self.nodes[name], None
+    def learn(self, name, layer, batch, own_gradient, source):
+        node, input_gradient = self.nodes[name], None
         if source == "none":
             return None
-        if own is not None:
-            *gradients, before, _ = self.gradients(name, layer, batch, own)
+        if own_gradient is not None:
+            *gradients, input_gradient, _ = self.gradients(
+                name, layer, batch, own_gradient
+            )
             if source == "new":
                 node.saved[layer], node.reuses[layer] = gradients, 0
                 self.update(node, layer, *gradients)
         if source == "saved" and layer in node.saved:
             self.reuse_gradients(node, layer)
-        return before if layer > 1 else None
+        return input_gradient if layer > 1 else None
 
     def reuse_gradients(self, node, layer):
         """Update with the saved gradients, at most grad_reuse_bw times; the default limit falls with the stage."""
