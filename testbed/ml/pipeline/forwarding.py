@@ -55,7 +55,7 @@ async def forward_all(
 async def evaluate(
     supervisor: Supervisor, step: int, tests: Requests, training: TrainingConfig
 ) -> dict[str, Any]:
-    """Send the test samples through the stages; record and return the score, by the names of its fields."""
+    """Send the test samples through the stages; record and return the score by field name."""
     score = Score(training)
     # Keeps all stages busy: a batch in each stage, and one on the way to each.
     window = 2 * len(supervisor.layout)
@@ -79,7 +79,7 @@ class Serving:
         *,
         gives_up: bool = False,
     ) -> None:
-        """``in_flight`` is the maximum number of requests that are sent and not answered.
+        """``in_flight`` is the maximum number of requests sent but not answered.
 
         ``gives_up``: requests in flight when a device is lost fail instead of being sent again.
         """

@@ -195,7 +195,7 @@ async def measure_link(mailbox: Mailbox, peer: str) -> MeasuredLink:
 
 
 class LinkProfiler:
-    """The measurements that the coordinator arranges for its partitioner.
+    """The measurements arranged by the coordinator for the partitioner.
 
     Units, and links without a measurement, are measured while the pipeline is empty; links to standby devices, which
     have no stage, during training.
@@ -234,7 +234,7 @@ class LinkProfiler:
         return bool(self._partitioner.unmeasured_links(partition))
 
     async def measure_missing(self) -> None:
-        """Make all missing measurements while training pauses; links are measured at once, as training uses them."""
+        """Make all missing measurements while training pauses; links are measured at once, as in training."""
         if self._profile_runs:
             # Any batch will do, since the time does not depend on the values.
             images, labels = self._training.batch(0)

@@ -29,7 +29,7 @@ Points = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Configure(ConfigurationMessage, kind="configure", opens=True):
-    """From the coordinator: become the stage that ``stages`` gives the receiver."""
+    """From the coordinator: become the receiver's stage in ``stages``."""
 
     stages: Stages
     steps: int
@@ -42,7 +42,7 @@ class Configure(ConfigurationMessage, kind="configure", opens=True):
 
 @dataclass(frozen=True)
 class Prepare(ConfigurationMessage, kind="configure", opens=True):
-    """From the coordinator: obtain the state of the stage that ``stages`` gives the receiver."""
+    """From the coordinator: obtain the state of the receiver's stage in ``stages``."""
 
     stages: Stages
     steps: int
@@ -122,7 +122,7 @@ class Norms(ConfigurationMessage, kind="norms", key=("batch", "whole")):
 class TiedGradient(
     ConfigurationMessage, kind="tied", key=("sender", "batch", "weight")
 ):
-    """Gradient of a weight that several stages share.
+    """Gradient of a weight shared by several stages.
 
     To the first of these stages: the sender's gradient. From the first stage to the others: the sum of all gradients.
     """

@@ -41,7 +41,7 @@ def _received_bytes(record: RunView, start: float, end: float) -> float:
 
 
 def _recovery_time(item: Recovery, record: RunView) -> dict[str, Any]:
-    """Return the times of a recovery's phases, the bytes moved and the case; None for a phase that is missing."""
+    """Return the times of a recovery's phases, the bytes moved and the case; None for a missing phase."""
     fields: dict[str, Any] = dict.fromkeys(
         ("repartitioned", "redistributed", "trained", "moved", "case")
     )
@@ -94,7 +94,7 @@ def _remaining_time(record: RunView) -> float | None:
 
 
 def _span_between(item: Item, start_event: str, end_event: str) -> float | None:
-    """Return the seconds between two times of a recovery; None if one of them is unknown."""
+    """Return the seconds between two times of a recovery; None if either time is unknown."""
     first = item.get(start_event)
     last = item.get(end_event)
     if first is None or last is None:
@@ -128,7 +128,7 @@ def _longest_outage(record: RunView) -> float | None:
 
 
 def _moved_bytes(record: RunView) -> float | None:
-    """Return the bytes that all recoveries have moved; None if no recovery has redistributed units."""
+    """Return the bytes moved by all recoveries; None if no recovery has redistributed units."""
     recoveries = record.cached(_all_recoveries)
     moved = [item["moved"] for item in recoveries if item["moved"] is not None]
     if not moved:
@@ -266,7 +266,7 @@ def _repartition_count(record: RunView) -> int | None:
 
 
 def _partition_text(item: Item) -> str:
-    """Return the units of each device as text, such as ``a 0–2, b 3``."""
+    """Return the units of each device as text, for example ``a 0–2, b 3``."""
     texts = []
     for device, first, last in item["partition"]:
         texts.append(f"{device} {format_units(first, last)}")
@@ -360,7 +360,7 @@ STEPS_OF_REPLICATION = 4
 
 
 def _last_replication(record: RunView) -> int | None:
-    """Return the index in `RunView.steps` of the step that ended with the last regular replication."""
+    """Return the index in `RunView.steps` of the step ending with the last regular replication."""
     steps = record.steps
     if len(steps) < 2:
         return None

@@ -60,7 +60,7 @@ point."""
 
 @dataclass(frozen=True)
 class Lineage:
-    """The history of the training: the configurations that led to its present state.
+    """The history of the training: the configurations leading to the present state.
 
     Each configuration resumed from a state of an earlier one. Batches of a configuration beyond the first step of the
     next one have been undone; their points are void, even if a device that returns still holds replicas of them.
@@ -130,7 +130,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """The state that a configuration resumes from, and the sources of the units of each stage."""
+    """The state from which a configuration resumes, and the sources of the units of each stage."""
 
     point: Point
     needs: Mapping[str, Need]
@@ -289,7 +289,7 @@ def newest_complete_step(inventory: StepInventory, units: int) -> int | None:
 
 
 def units_after(inventory: StepInventory, step: int) -> dict[str, Collection[int]]:
-    """Return the units that each device holds of the state after ``step``, without devices that hold none.
+    """Return each device's units of the state after ``step``, without devices holding none.
 
     >>> units_after({"a": {20: [0, 1]}, "b": {20: [2], 40: [2]}}, step=40)
     {'b': [2]}
@@ -431,7 +431,7 @@ class Replicas:
         return Message("replicas", {"held": self.inventory()}, tensors)
 
     def load(self, dumped: Message) -> None:
-        """Add the replicas of a message that `dump` returned."""
+        """Add the replicas of a message returned by `dump`."""
         states: dict[Point, dict[str, torch.Tensor]] = {}
         for path, tensor in dumped.tensors.items():
             configuration, step, name = path.split("/", 2)
@@ -448,7 +448,7 @@ class RunningStage(Protocol):
 
     @property
     def point(self) -> Point:
-        """The point that stands for the current weights."""
+        """The point representing the current weights."""
 
     @property
     def loaded_units(self) -> list[int]:

@@ -124,7 +124,7 @@ class CheckpointedPipeline(SynchronousPipeline):
     """Bytes of a checkpoint: all weights and the optimizer's state."""
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that a stage needs with units ``first`` to ``last`` (exclusive)."""
+        """Return the bytes needed by a stage with units ``first`` to ``last`` (exclusive)."""
         memory = super().memory(stage, first, last)
         if stage == 0:
             # The newest complete checkpoint, and the next one, which arrives unit by unit.
@@ -205,7 +205,7 @@ def devices_among(
 
 
 def stage_assignments(chain: Chain, cuts: Cuts) -> tuple[Assignment, ...]:
-    """Return the stages made by the cuts, with the memory that each stage needs."""
+    """Return the stages made by the cuts, with the memory required by each stage."""
     assignments = []
     for stage, device in enumerate(chain.devices):
         first, last = cuts[stage : stage + 2]
@@ -339,7 +339,7 @@ class AsynchronousOptions(StagesOptions):
         return is_due(batches, self.global_replication_interval)
 
     def keepers(self, stage: int, stages: int) -> list[int]:
-        """Return the stages that keep a chain replica of ``stage``, by their numbers from 0.
+        """Return the stages keeping a chain replica of ``stage``, by their numbers from 0.
 
         Keepers are the following stages; if fewer than ``replicas`` stages follow, also stage 0, the coordinator's.
 
@@ -453,7 +453,7 @@ def pipeline_over(
         return points * costs.state_bytes(units[first:end], training)
 
     def sent_replicas(stage: int, start: int, end: int) -> dict[int, float]:
-        """Return the bytes of replicas per batch that a stage sends to each other stage.
+        """Return the bytes of replicas sent per batch from a stage to each other stage.
 
         A replication sends the state of all units of the stage once in an interval of batches.
         """
@@ -513,7 +513,7 @@ class Partitioner(Generic[SpecificOptions]):
         return self.partition_for(names)
 
     def partition_for(self, names: Sequence[str]) -> StagePartition:
-        """Return the partition over the devices ``names``; the last ones get no stage if there are fewer stages.
+        """Return the partition over the devices ``names``; surplus devices at the end get no stage.
 
         Raises `InputError` if no partition fits.
         """
@@ -536,11 +536,11 @@ class Partitioner(Generic[SpecificOptions]):
         return pipeline.least_bottleneck()
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return the pipeline over the devices ``names``, with the unit times and links that planning uses."""
+        """Return the pipeline over the devices ``names``, with the unit times and links used for planning."""
         return pipeline_over(self.problem, names)
 
     def assignments(self, partition: StagePartition) -> tuple[Assignment, ...]:
-        """Return the partition with the memory that each stage needs."""
+        """Return the partition with the memory required by each stage."""
         pipeline = self.pipeline(partition.devices)
         return stage_assignments(pipeline, partition.cuts)
 
@@ -557,7 +557,7 @@ class Partitioner(Generic[SpecificOptions]):
     def propose_repartition(
         self, old: StagePartition, present: Sequence[str]
     ) -> StagePartition | None:
-        """Return a partition that is worth a change from ``old``, or None; the default reacts to new devices only."""
+        """Return a partition worth a change from ``old``, or None; the default reacts to new devices only."""
         if set(present) == set(old.devices):
             return None
         candidate = self.partition_for(present)
@@ -567,7 +567,7 @@ class Partitioner(Generic[SpecificOptions]):
         return candidate
 
     def unmeasured_links(self, partition: StagePartition) -> list[Pair]:
-        """Return the (sender, receiver) pairs whose links lack a measurement that planning needs; none by default."""
+        """Return the (sender, receiver) pairs whose links lack a measurement needed for planning; none by default."""
         return []
 
     def store_profile(self, profile: UnitTimes) -> None:
@@ -576,7 +576,7 @@ class Partitioner(Generic[SpecificOptions]):
     def store_times(
         self, partition: StagePartition, times: Sequence[float | None]
     ) -> None:
-        """Store the mean seconds of a batch on each stage; None for a stage that has not done a batch."""
+        """Store the mean seconds of a batch on each stage; None for a stage without a finished batch."""
 
     def store_rate(self, pair: Pair, rate: float) -> None:
         """Store the measured bit/s of a link."""

@@ -125,7 +125,7 @@ async def _run_with_checkpoints(
         [Supervisor, CheckpointRecovery, ProgramContext[SpecificOptions]], ResumableWork
     ],
 ) -> None:
-    """Run a stage on every device, with the state that the coordinator sends; coordinate on the plan's coordinator.
+    """Run a stage on every device, with the state sent by the coordinator; coordinate on the plan's coordinator.
 
     ``kinds`` are the messages of the program. ``updates`` makes the update policy of a stage, and is None for
     inference. ``make_work`` makes the coordinator's work: training, or answering requests.
@@ -239,7 +239,7 @@ class ReplicatingMember:
         return replace(status, held=self.store.inventory())
 
     def _prepare_stage(self, prepare: Prepare) -> None:
-        """Make a stage, and fetch its missing units."""
+        """Make a stage, and fetch the missing units."""
         problem = self._context.problem
         updates = partial(AsynchronousUpdates, problem.options, self.store)
 
@@ -279,7 +279,7 @@ class ReplicatingMember:
         fetch: Mapping[str, Sequence[int]],
         origins: Sequence[tuple[int, int, Sequence[int]]],
     ) -> None:
-        """Assemble the resume point from several other points: fetch some units, and copy those that this device holds.
+        """Assemble the resume point from several other points: fetch some units, and copy the units on the device.
 
         ``fetch`` maps each device to the units to fetch there, and ``origins`` has (configuration, step, units) for
         each of the other points.
@@ -300,7 +300,7 @@ class ReplicatingMember:
             self._mailbox.start_in_configuration(self._copy_local(local_units))
 
     async def _copy_local(self, units_by_origin: Mapping[Point, Sequence[int]]) -> None:
-        """Copy units that this device holds at other points to the resume point."""
+        """Copy the device's units at other points to the resume point."""
         replicas = self.store.replicas
         for origin, units in units_by_origin.items():
             if origin.step == RUNNING_STEP:
@@ -326,7 +326,7 @@ class ReplicatingMember:
             self.holder.ready()
 
     def _commit_stage(self, commit: Commit) -> None:
-        """Begin the work of the prepared stage, and free replicas that no recovery needs any more."""
+        """Begin the work of the prepared stage, and free replicas no longer needed by any recovery."""
         if self._stage is None:
             return
         replicas = self.store.replicas
@@ -356,7 +356,7 @@ class ReplicatingMember:
         self._mailbox.post(self._context.plan.coordinator, measured)
 
     def _watch_link(self, peer: str, size: float, posted: float) -> None:
-        """Report to the coordinator, once, that a link deviates from the measured rate."""
+        """Report a link's deviation from the measured rate to the coordinator, once."""
         watch = self._watches.get(peer)
         if watch is None:
             return

@@ -59,7 +59,7 @@ class ReplicaIndex:
         self._mailbox.on(Replicated, self._note_replication)
 
     def branch(self, step: int) -> None:
-        """Record that the current configuration continues from ``step``; later points become void."""
+        """Record ``step``, from which the current configuration continues; later points become void."""
         self.lineage = self.lineage.branch(step, self._mailbox.configuration)
         if self.safe_point not in self.lineage:
             self.safe_point = BEGINNING
@@ -88,7 +88,7 @@ class ReplicaIndex:
         return self._is_complete(self.lineage.point(step))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the newest complete weights on this device; empty without a complete state."""
+        """Return the newest complete weights on the device; empty without a complete state."""
         point = self._newest_complete()
         if point is None:
             return {}
@@ -105,7 +105,7 @@ class ReplicaIndex:
         await self._device.save("training", Message("training", fields))
 
     def read_saved(self) -> StagePartition | None:
-        """Read the progress and replicas that a crashed program of this device left on the disk.
+        """Read the progress and replicas left on the disk by a crashed program of the device.
 
         Returns the partition of the training at that time; None if the disk has no progress.
         """
@@ -144,7 +144,7 @@ class ReplicaIndex:
         return len(self._replicas.units(point)) == self._units
 
     def _newest_complete(self) -> Point | None:
-        """Return the newest valid point with every unit on this device."""
+        """Return the newest valid point with every unit on the device."""
         newest: Point | None = None
         for point in self._replicas.points():
             if not self._is_complete(point) or point not in self.lineage:
@@ -160,7 +160,7 @@ FROM_BEGINNING = RestorePlan(BEGINNING, {})
 
 @dataclass(frozen=True)
 class Configuration:
-    """The stages of a configuration, and the state that the stages begin with."""
+    """The stages of a configuration, and the initial state of the stages."""
 
     partition: StagePartition
     restore: RestorePlan = FROM_BEGINNING
@@ -195,7 +195,7 @@ class Standby:
         self._reachable.difference_update(names)
 
     def mark_reachable(self, device: str) -> None:
-        """Make a device available again after all its neighbours have reached it."""
+        """Make a device available again once all neighbours have reached the device."""
         self._reachable.add(device)
         if device in self._members.excluded:
             self._members.excluded.discard(device)
@@ -206,7 +206,7 @@ class Standby:
         self._reachable |= self._silenced.keys()
 
     def unreached(self, names: Collection[str]) -> set[str]:
-        """Return the devices among ``names`` that were lost in silence and not reached by their neighbours since."""
+        """Return the devices among ``names`` lost in silence and not reached by their neighbours since."""
         return self._survivors(names) - self._reachable
 
     def devices_to_measure(self) -> set[str]:
@@ -222,7 +222,7 @@ class Standby:
         return self._members.joiners - self.unreached(self._members.joiners)
 
     def _survivors(self, names: Collection[str]) -> set[str]:
-        """Return the devices among ``names`` that were lost in silence and have kept their memory."""
+        """Return the devices among ``names`` lost in silence with their memory intact."""
         survivors = set()
         for name in names:
             incarnation = self._silenced.get(name)
@@ -290,7 +290,7 @@ class ReplicaRecovery:
         return self._configuration.restore.point.step
 
     async def begin(self) -> None:
-        """Open the first configuration; after a crash of this device, continue from the state on its disk."""
+        """Open the first configuration; after a crash of the device, continue from the state on disk."""
         saved_partition = self.replica_index.read_saved()
         if saved_partition is not None:
             self._configuration = Configuration(saved_partition)
@@ -314,7 +314,7 @@ class ReplicaRecovery:
         self._resume_training()
 
     async def establish(self) -> None:
-        """Make every stage fetch its missing units; commit once all are complete."""
+        """Make every stage fetch the missing units; commit once all are complete."""
         supervisor = self._supervisor
         number = self._mailbox.configuration
         restore = self._configuration.restore
@@ -420,7 +420,7 @@ class ReplicaRecovery:
         )
 
     async def _select_devices(self) -> StagePartition:
-        """Invite all devices, and return a partition over the devices that answer in time."""
+        """Invite all devices, and return a partition over the devices answering in time."""
         members = self._members
         seconds = self._problem.options.join_timeout
         deadlines = dict.fromkeys(members.others, self._device.now() + seconds)
@@ -454,7 +454,7 @@ class ReplicaRecovery:
         return eligible
 
     def adopt(self, partition: StagePartition) -> None:
-        """Choose the state that the stages of a partition begin with; `establish` then sets them up."""
+        """Choose the initial state of a partition's stages; `establish` then sets up the stages."""
         members = self._members
         before = self.partition
         inventory = self._collect_inventory()
@@ -475,7 +475,7 @@ class ReplicaRecovery:
             members.joiners = standby - members.excluded
 
     def _collect_inventory(self) -> dict[str, ReplicaList]:
-        """Return the replicas of each device by its newest answer; none for a device that cannot serve them."""
+        """Return the replicas of each device by its newest answer; none for a device unable to serve replicas."""
         members = self._members
         inventory: dict[str, ReplicaList] = {self._device.name: self._store.inventory()}
         # Replicas of a device that has restarted since its answer are gone.

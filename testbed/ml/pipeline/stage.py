@@ -86,7 +86,7 @@ class StagePosition:
         return first, last
 
     def holders(self, model: Model) -> list[list[int]]:
-        """Return the numbers of the stages that use each tied weight, in the order of `Model.tied_weights`."""
+        """Return the numbers of the stages using each tied weight, in the order of `Model.tied_weights`."""
         cuts = [first for _, first, _ in self.stages]
         return [tied.holders(cuts) for tied in model.tied_weights]
 
@@ -168,7 +168,7 @@ class Stage:
 
     @property
     def point(self) -> Point:
-        """The point that stands for the current weights of the stage."""
+        """The point representing the current weights of the stage."""
         return Point(self.position.configuration, RUNNING_STEP)
 
     @property
@@ -237,7 +237,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Passage:
-    """The passage of a micro-batch through a stage: its forward is done, its backward is pending."""
+    """The passage of a micro-batch through a stage: the forward is done, the backward is pending."""
 
     batch: int
     micro: int
@@ -327,7 +327,7 @@ class _Executor:
         """Labels of the newest batch, which all micro-batches of the batch use."""
 
     async def forward(self, number: int) -> bool:
-        """Execute one forward; return whether its input arrived."""
+        """Execute one forward; return whether the input arrived."""
         stage = self._stage
         activation = await self._policy.take_input(number)
         if activation is None:
@@ -351,7 +351,7 @@ class _Executor:
         return True
 
     def _forward_work(self, activation: Activation) -> Callable[[], torch.Tensor]:
-        """Return the forward of a micro-batch through this stage."""
+        """Return the forward of a micro-batch through the stage."""
         shard = self._stage.shard
         key = (activation.batch, activation.micro)
         rows = (_rows_of(activation).start, activation.samples)
@@ -426,6 +426,6 @@ class _Executor:
 
 
 def _rows_of(activation: Activation) -> slice:
-    """Return the rows of a batch's tensors that belong to the micro-batch."""
+    """Return the rows of the micro-batch in a batch's tensors."""
     parts = cut_batch(activation.samples, activation.micros)
     return parts[activation.micro]

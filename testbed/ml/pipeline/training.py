@@ -138,7 +138,7 @@ class SynchronousTrainer:
         return self._recovery.checkpoint.step == step
 
     async def _train_step(self, step: int) -> None:
-        """Feed one batch; wait for its loss and for the first stage's update, which ends the step."""
+        """Feed one batch; wait for the loss and for the first stage's update, which ends the step."""
         supervisor = self._supervisor
         mailbox = supervisor.mailbox
         images, labels = self._training.batch(step)
@@ -166,7 +166,7 @@ class SynchronousTrainer:
         await supervisor.until(lambda: len(self._reports) == 2)
 
     def _record_step(self, report: Loss | Updated) -> None:
-        """Record the current step once both its reports have arrived, which come in any order."""
+        """Record the current step once both reports have arrived, in either order."""
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
         if loss is None or loss.loss is None or len(self._reports) < 2:
@@ -326,14 +326,14 @@ class AsynchronousTrainer:
                     return self._end_stretch(first_pending, next_batch, target)
 
     async def _measure_and_propose(self) -> StagePartition | None:
-        """Make the measurements that the choice of a partition lacks; return the partition to change to, if any."""
+        """Make the measurements missing for the choice of a partition; return the partition to change to, if any."""
         if not self._profiler.lacks_measurements or self._recovery.recovering:
             return None
         await self._profiler.measure_missing()
         return self._propose_partition()
 
     def _must_drain(self, first_batch: int, batch: int) -> bool:
-        """Return whether the pipeline must run empty before ``batch``, in a stretch that began with ``first_batch``."""
+        """Return whether the pipeline must run empty before ``batch``, in a stretch beginning with ``first_batch``."""
         if batch == self._training.steps:
             return True
         # An evaluation needs the weights of one step on all stages, which they have only while no batch is in flight.
@@ -439,7 +439,7 @@ class AsynchronousTrainer:
             self._device.record("recovery", phase="trained", step=batch)
 
     async def _wait_until_done(self, batch: int) -> None:
-        """Wait until a batch is done. Raises `Lost` for lost devices that do not return in time."""
+        """Wait until a batch is done. Raises `Lost` for lost devices not returning in time."""
 
         def is_done() -> bool:
             return self._batches_done > batch
@@ -469,7 +469,7 @@ class AsynchronousTrainer:
         return is_due and next_batch < self._training.steps
 
     def _propose_partition(self) -> StagePartition | None:
-        """Return the partition that is worth a change now, if any."""
+        """Return the partition worth a change now, if any."""
         partition = self._recovery.partition
         present = {*partition.devices, *self._recovery.standby.eligible_joiners()}
         return self._partitioner.propose_repartition(
@@ -477,7 +477,7 @@ class AsynchronousTrainer:
         )
 
     def _propose_if_measured(self) -> StagePartition | None:
-        """Return the partition that is worth a change; None while measurements for the choice are missing."""
+        """Return the partition worth a change; None while measurements for the choice are missing."""
         if self._profiler.lacks_measurements:
             return None
         return self._propose_partition()

@@ -116,7 +116,7 @@ class SynchronousUpdates:
             stage.mailbox.post(position.coordinator, updated)
 
     async def _add_tied(self, batch: int) -> None:
-        """Sum the gradients of weights that several stages share, so that the stages' copies stay equal.
+        """Sum the gradients of weights shared by several stages, to keep the stages' copies equal.
 
         The first stage that uses such a weight sums the gradients of all stages in order, and returns the sum.
         """
@@ -205,7 +205,7 @@ class SynchronousUpdates:
         return norms
 
     def _counted_elsewhere(self) -> set[str]:
-        """Return the names of tied weights whose norm another stage counts: the first stage that uses the weight."""
+        """Return the names of tied weights whose norm another stage counts: the first stage using the weight."""
         position = self._stage.position
         model = self._stage.problem.model
         names: set[str] = set()
@@ -230,7 +230,7 @@ class SynchronousUpdates:
         self._sending = stage.mailbox.start_in_configuration(sending)
 
     async def _send_state(self, step: int, state: State) -> None:
-        """Send a state unit by unit, so that gradients to the same device pass in between."""
+        """Send a state unit by unit, to let gradients to the same device pass in between."""
         position = self._stage.position
         for unit in range(*position.units):
             unit_state = restrict(state, unit, unit + 1)
@@ -282,7 +282,7 @@ class AsynchronousUpdates:
         """Maximum number of versions that pending batches used in this stretch."""
 
     async def train(self, first: Activation) -> None:
-        """Train the stretch that begins with the batch of ``first``."""
+        """Train the stretch beginning with the batch of ``first``."""
         position = self._stage.position
         self._stretch_start = first.batch
         self._stage.shard.versions.restart(self._stretch_start)
@@ -408,7 +408,7 @@ class AsynchronousUpdates:
         return targets
 
     async def _replicate_state(self, done: int) -> None:
-        """Copy the state after ``done`` batches, and start to send the copy to its keepers.
+        """Copy the state after ``done`` batches, and start to send the copy to the keepers.
 
         If earlier replicas are still being sent, training waits for them: links that are too slow for replicas slow
         training down instead of filling the memory.
@@ -435,7 +435,7 @@ class AsynchronousUpdates:
         state: State,
         keepers: set[str],
     ) -> None:
-        """Send a state unit by unit, so that activations and gradients pass in between."""
+        """Send a state unit by unit, to let activations and gradients pass in between."""
         position = self._stage.position
         mailbox = self._stage.mailbox
         for unit in range(*position.units):

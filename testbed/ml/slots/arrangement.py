@@ -104,7 +104,7 @@ class NeuronAssignment:
         return tuple(name for name in self.devices if name in senders)
 
     def largest_message(self, device: str, values: Sequence[int]) -> int:
-        """Return M_pkt of equation (4): the maximum number of values per sample that a device sends at once.
+        """Return M_pkt of equation (4): the maximum number of values per sample sent by a device at once.
 
         The values are outputs of the device's neurons, or losses for all neurons of the previous layer. ``values`` has,
         for each layer, the number of values per neuron and sample.
@@ -214,7 +214,7 @@ def layer_groups(
 
 
 def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
-    """Return the number of devices of each group, in proportion to its layers and at least one.
+    """Return the number of devices of each group, in proportion to the group's layers and at least one.
 
     Rounding follows line 6 of Algorithm 1 if its result uses all devices; otherwise the remaining devices go to the
     groups with the largest deficit, beginning at the input layer.
@@ -229,7 +229,7 @@ def group_device_counts(groups: Sequence[range], devices: int) -> list[int]:
     counts = [max(1, int(exact)) for exact in exact_counts]
 
     def deficit(group: int) -> float:
-        """Return by how many devices the group has less than its exact number; negative for a surplus."""
+        """Return by how many devices the group falls short of the exact number; negative for a surplus."""
         return exact_counts[group] - counts[group]
 
     # Of groups with equal deficits, `max` and `min` return the first one, nearest to the input.

@@ -126,7 +126,7 @@ class AcknowledgedCasts:
         del self._missing[cast]
 
     async def _wait_for_acknowledgements(self, missing: set[str]) -> None:
-        """Return once all receivers have acknowledged, or after the time that acknowledgements normally take."""
+        """Return once all receivers have acknowledged, or after the normal time of acknowledgements."""
         # All acknowledgements may have arrived while the cast was leaving.
         if not missing:
             return
@@ -164,7 +164,7 @@ class Notes(Protocol):
         """Return a message with an added annotation."""
 
     def read_note(self, message: Values) -> Channels | None:
-        """Process the annotation of a message that has arrived in time; return the sender's neurons in its layer.
+        """Process the annotation of a message received in time; return the sender's neurons in the message's layer.
 
         Return None to have the message ignored.
         """
@@ -236,7 +236,7 @@ class CastExchange:
             self._arrived[key] = parts
 
     def _discard_before(self, kind: type[Values], batch: int) -> None:
-        """Drop unused messages of earlier batches, also those that arrive from now on."""
+        """Drop unused messages of earlier batches, also messages arriving from now on."""
         if batch <= self._oldest[kind]:
             return
         self._oldest[kind] = batch
@@ -273,9 +273,9 @@ class CastExchange:
         )
 
     def take_losses(self, layer: int, batch: int, samples: int) -> ReceivedParts:
-        """Remove and return the losses that the next layer has sent to this device's neurons of ``layer``.
+        """Remove and return the losses sent by the next layer to the device's neurons of ``layer``.
 
-        Losses of earlier batches are dropped, also those that arrive from now on.
+        Losses of earlier batches are dropped, also losses arriving from now on.
         """
         assignment = self._assignment()
         own_neurons = assignment.neurons_of(self._name, layer)
@@ -352,7 +352,7 @@ class CastExchange:
 
 
 def _fill_gaps(first: Values, repetition: Values) -> Values:
-    """Return the first copy of a message, with values of its repetition in place of missing ones."""
+    """Return the first copy of a message, with values of the repetition in place of missing ones."""
     if first is repetition or not first.missing:
         return first
     # A message without values cannot fill gaps.

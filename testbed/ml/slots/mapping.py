@@ -182,7 +182,7 @@ def _are_alike(reception: Matrix) -> bool:
 
 
 def climbed_order(connectivity: Matrix, reception: Matrix, seed: int) -> Order:
-    """Return the best order that hill climbs reach from Algorithm 2's order and from random orders.
+    """Return the best order reached by hill climbs from Algorithm 2's order and from random orders.
 
     A climb exchanges two devices as long as an exchange improves the score.
     """

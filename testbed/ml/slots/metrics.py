@@ -49,7 +49,7 @@ def _accuracy_mean(record: RunView) -> float | None:
 
 
 def _received_share(purpose: str, record: RunView) -> float | None:
-    """Return the share of parts that arrived in time, over all devices."""
+    """Return the share of parts received in time, over all devices."""
     # The counts of a device, tests included, grow until it restarts, so its last event has its totals.
     totals: dict[str, Mapping[str, Any]] = {}
     for event in record.of("parts_received"):

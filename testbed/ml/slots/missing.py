@@ -21,7 +21,7 @@ from testbed.ml.models.slices import Channels, elements_of
 
 
 class SenderPart(NamedTuple):
-    """The values that one device casts of one layer for one batch, received or not."""
+    """The values of one layer cast by one device for one batch, received or not."""
 
     sender: str
     neurons: Channels
@@ -58,7 +58,7 @@ Batches with equal patterns lack the same values.
 
 @dataclass(frozen=True)
 class ReceivedParts:
-    """The parts of one layer that a device has received for one batch: outputs, or losses sent back.
+    """The parts of one layer received by a device for one batch: outputs, or losses sent back.
 
     >>> parts = (SenderPart("a", range(2), torch.ones(1, 2)), SenderPart("b", range(2, 4), None))
     >>> received = ReceivedParts(layer=1, batch=0, samples=1, neurons=4, parts=parts)
@@ -90,7 +90,7 @@ class ReceivedParts:
 
     @cached_property
     def arrival_pattern(self) -> ArrivalPattern | None:
-        """The neurons of each part and whether it has arrived; None if only some values of a part have arrived."""
+        """The neurons of each part and whether the part has arrived; None if only some values of a part have."""
         pattern = []
         for part in self.parts:
             if part.missing is not None:
@@ -265,10 +265,10 @@ class MissingDataPolicy(Protocol):
         return received
 
     async def usable_results(self, received: ReceivedParts) -> UsableValues:
-        """Decide about the shared results of a batch, from which the output layer computes its gradient."""
+        """Decide about the shared results of a batch, from which the output layer computes the gradient."""
 
     async def usable_losses(self, received: ReceivedParts) -> UsableValues:
-        """Decide about the losses of a batch that the next layer has sent."""
+        """Decide about the losses sent by the next layer for a batch."""
 
     def learn(
         self,
@@ -278,7 +278,7 @@ class MissingDataPolicy(Protocol):
         gradient: torch.Tensor | None,
         usable: UsableValues,
     ) -> BackwardWork | None:
-        """Return the computation of a backward in ``layer``; None if there is nothing to compute and nothing to cast.
+        """Return the computation of a backward in ``layer``; None if nothing remains to compute or cast.
 
         ``gradient`` is the gradient of the device's outputs, (samples, values of its neurons). It is None if ``usable``
         has no values, and if this device has not computed the forward of the batch.

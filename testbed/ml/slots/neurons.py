@@ -66,7 +66,7 @@ class Neurons:
         inputs: torch.Tensor,
         missing_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the outputs of the device's neurons, (samples, values), and keep the values that `backward` needs.
+        """Return the outputs of the device's neurons, (samples, values), and keep the values needed by `backward`.
 
         ``missing_inputs`` marks missing inputs, (samples or 1, values), whose gradient is zero.
         """
@@ -116,7 +116,7 @@ class Neurons:
         gradient: torch.Tensor | None,
         learn: Learn,
     ) -> torch.Tensor | None:
-        """Learn from the gradient of the device's outputs; return the gradient of its inputs, or None without one.
+        """Learn from the gradient of the device's outputs; return the gradient of the inputs, or None without one.
 
         Gradients are (samples, values). Without a gradient, ``learn`` may still update weights from saved gradients,
         which is charged as an update alone.
@@ -178,7 +178,7 @@ class Neurons:
         return draw_tensors(self._problem.model, slices, self._problem.seed)
 
     def _drop_computations(self, layer: int) -> None:
-        """Drop results that were computed with the former neurons of a layer."""
+        """Drop results computed with the former neurons of a layer."""
         for pending_layer, batch in list(self._pending_backwards):
             if pending_layer == layer:
                 del self._pending_backwards[pending_layer, batch]

@@ -369,7 +369,7 @@ def _map_neurons(
 def _check_links(
     assignment: NeuronAssignment, ratios: Mapping[Pair, float], *, acknowledged: bool
 ) -> None:
-    """Raise `InputError` if a super neuron cannot receive the casts that it needs, or acknowledge them."""
+    """Raise `InputError` if a super neuron cannot receive or acknowledge the required casts."""
     for receiver in assignment.devices:
         for sender in assignment.senders(receiver):
             # Acknowledgements return over the opposite link.
@@ -420,7 +420,7 @@ def _slot_seconds(
 def _step_count(
     problem: PlanningProblem[SlotOptions], table: Timetable, slot: float
 ) -> int | None:
-    """Return the number of steps that fit into the option `training_time`; None without the option.
+    """Return the number of steps fitting into the option `training_time`; None without the option.
 
     Raises `InputError` if no step fits.
     """

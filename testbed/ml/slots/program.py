@@ -63,7 +63,7 @@ KINDS = (*CASTS, Tested, *weights.KINDS)
 
 
 class MissedTestsError(TestbedError):
-    """Raised if the coordinator has not scored the last tests, so that the run has no result."""
+    """Raised if the run has no result because the coordinator has not scored the last tests."""
 
 
 class AssignmentPolicy(Protocol):
@@ -100,7 +100,7 @@ class FixedAssignment:
                 neurons.add(layer, holders[device])
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the group of this device."""
+        """Return the group of the device."""
         return self.assignment.group_of(self._device)
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
@@ -109,7 +109,7 @@ class FixedAssignment:
 
 
 def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
-    """Return the seconds from the end of this device's cast until all acknowledgements have normally arrived."""
+    """Return the seconds from the end of the device's cast until all acknowledgements have normally arrived."""
     index = details.devices.index(mailbox.device.name)
     return details.acknowledgement_seconds[index]
 
@@ -302,7 +302,7 @@ class SlotProgram:
     async def _train_outputs(
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
-        """Return the outputs of this device's neurons, (samples, values); None if the batch stops here."""
+        """Return the outputs of the device's neurons, (samples, values); None if the batch stops here."""
         samples = self._training.samples(batch)
         received = self._exchange.take_outputs(layer - 1, number, samples)
         missing_inputs = None
@@ -335,7 +335,7 @@ class SlotProgram:
     async def _test_outputs(
         self, layer: int, batch: int, number: int
     ) -> torch.Tensor | None:
-        """Return the outputs of this device's neurons, (samples, values); None if the batch stops here."""
+        """Return the outputs of the device's neurons, (samples, values); None if the batch stops here."""
         samples = self._tests.samples(batch)
         received = self._exchange.take_outputs(layer - 1, number, samples)
         usable = self._missing_data.test_values(received)
@@ -355,7 +355,7 @@ class SlotProgram:
     async def _cast_outputs(
         self, layer: int, number: int, values: torch.Tensor | None
     ) -> None:
-        """Cast the outputs of this device's neurons of a layer, (samples, values), to the next layer.
+        """Cast the outputs of the device's neurons of a layer, (samples, values), to the next layer.
 
         For the input layer, these are values of the samples. The output layer casts its results to itself.
         """
@@ -367,7 +367,7 @@ class SlotProgram:
         await self._exchange.cast(receiving_layer, message)
 
     async def _backward_layer(self, layer: int, batch: int, number: int) -> None:
-        """Learn from a batch, and cast this device's contribution to the losses of the previous layer."""
+        """Learn from a batch, and cast the device's contribution to the losses of the previous layer."""
         samples = self._training.samples(batch)
         if layer == self._assignment.output_layer:
             usable = await self._result_gradient(layer, batch, number)
@@ -393,7 +393,7 @@ class SlotProgram:
     async def _result_gradient(
         self, layer: int, batch: int, number: int
     ) -> UsableValues:
-        """Return the gradient of a batch's cross-entropy by this device's outputs, if the results are usable."""
+        """Return the gradient of a batch's cross-entropy by the device's outputs, if the results are usable."""
         samples = self._training.samples(batch)
         received = self._exchange.take_outputs(layer, number, samples)
         usable = await self._missing_data.usable_results(received)
@@ -499,7 +499,7 @@ class SlotProgram:
         devices: Sequence[str],
         received_scores: Mapping[str, Any],
     ) -> None:
-        """Record the scores by gathered results, and the accuracy by the results that the coordinator received.
+        """Record the scores by gathered results, and the accuracy by the results received by the coordinator.
 
         ``devices`` are the devices of the output layer, and ``received_scores`` the coordinator's scores by received
         results.

@@ -117,7 +117,7 @@ class TestRuns:
         self._next_unscored = test + 1
 
     def finish(self) -> dict[str, Any]:
-        """Reset all scores, and return them as the fields of an evaluation.
+        """Return all scores as the fields of an evaluation, and reset the scores.
 
         The fields are the mean accuracy and loss over the runs, the standard deviation of the accuracy, and the
         accuracy of each run.
@@ -156,7 +156,7 @@ class Gathering:
     """The reliable collection of test results: sending on each device, and the aggregation on the coordinator."""
 
     def __init__(self, mailbox: Mailbox, coordinator: str, scores: TestRuns) -> None:
-        """``scores`` are the scores by gathered results, kept apart from those by received results."""
+        """``scores`` are the scores by gathered results, kept apart from the scores by received results."""
         self._mailbox = mailbox
         self._coordinator = coordinator
         self._scores = scores
@@ -168,7 +168,7 @@ class Gathering:
         """Messages to the coordinator; each future completes when its message has arrived."""
 
     def keep_outputs(self, test: int, neurons: Channels, outputs: torch.Tensor) -> None:
-        """Keep the outputs of this device's neurons for a test batch, (samples, neurons)."""
+        """Keep the outputs of the device's neurons for a test batch, (samples, neurons)."""
         self._outputs[test] = neurons, outputs
 
     def send_results(self, step: int, test: int, results: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ class Gathering:
     async def _results_of(
         self, step: int, test: int, devices: Collection[str], until: float
     ) -> list[Tested]:
-        """Return the messages about a test batch: the coordinator's message, and others that arrive in time."""
+        """Return the messages about a test batch: the coordinator's message, and others arriving in time."""
         messages = [self._coordinator_messages[test]]
         for name in devices:
             if name == self._coordinator:

@@ -47,7 +47,7 @@ Rhythm = tuple[tuple[_FirstAction, ...], ...]
 
 @dataclass(frozen=True)
 class Timetable:
-    """The slots in which each layer does its work on each batch."""
+    """The slots of each layer's work on each batch."""
 
     groups: tuple[range, ...]
     """Adjacent layers of each group."""
@@ -73,7 +73,7 @@ class Timetable:
         return last + 1 + self.period * whole_batches + further_micro_batches
 
     def step_count(self, slots: int) -> int:
-        """Return the number of whole batches, with all their micro-batches, that are complete after ``slots`` slots."""
+        """Return the number of whole batches, with all their micro-batches, complete after ``slots`` slots."""
         slots_after_first = slots - self.slot_count(self.micro_batches)
         return max(0, slots_after_first // self.period + 1)
 
@@ -118,7 +118,7 @@ class Timetable:
             yield None if is_beyond_end else action
 
     def staleness(self, layer: int) -> int:
-        """Return the age of a layer's weights in a forward: 1 if they include the update of the previous batch.
+        """Return the age of a layer's weights in a forward: 1 if the weights include the update of the previous batch.
 
         Equation (3): P - w + 1 for group w of P, counted from 1. The input layer, without weights, has 0.
 
