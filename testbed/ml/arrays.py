@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
-    """Serialize tensors of any shape, without a copy if they are contiguous and on the CPU.
+    """Serialize tensors of any shape, without copying contiguous tensors on the CPU.
 
     >>> to_raw({"weight": torch.zeros(2, 3)})[0].shape
     (2, 3)
@@ -41,7 +41,7 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
 
 
 def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
-    """Return tensors that share the memory of a writable buffer; a read-only buffer is copied.
+    """Return tensors sharing the memory of a writable buffer; a read-only buffer is copied.
 
     Raises TensorError for shapes that torch cannot have.
 

@@ -129,7 +129,7 @@ def entries(
 def arguments(
     forward: Callable[..., Any], inputs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and the keyword arguments that pass ``inputs`` to ``forward``.
+    """Return the positional and the keyword arguments passing ``inputs`` to ``forward``.
 
     Inputs named by numbers are passed by position, others by keyword, or as one mapping if ``forward`` has a single
     parameter of another name. Raises `InputError` if the names do not fit.

@@ -45,7 +45,7 @@ def fix() -> None:
 
 
 def fix_or_restart() -> None:
-    """Set the variables `FIXED`; if torch has read other values, restart this process with the variables."""
+    """Set the variables `FIXED`; if torch has read other values, restart the process with the variables."""
     try:
         fix()
     except InputError:

@@ -52,7 +52,7 @@ Weights = Mapping[str, "torch.Tensor"]
 
 
 class Facts(BaseModel):
-    """The facts about model and data that a device needs to rebuild the planning problem."""
+    """The facts about model and data needed by a device to rebuild the planning problem."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ class Learning(Workload):
         problem: core.PlanningProblem,
         plan: Plan,
     ) -> None:
-        """Raise `InputError` for a training plan that separates the units of a tied weight, if unsupported."""
+        """Raise `InputError` for a training plan separating the units of a tied weight, if unsupported."""
         assert isinstance(method, Method)
         assert isinstance(problem, PlanningProblem)
         preparation.check_tied_weights(method, problem, plan)
@@ -191,7 +191,7 @@ class Learning(Workload):
         return LearningInputs(prepared, data, weights)
 
     def prepare_device(self, problem: core.PlanningProblem) -> dict[str, Any] | None:
-        """Import torch and select its kernels; return processor and torch version."""
+        """Import torch and select the kernels; return processor and torch version."""
         assert isinstance(problem, PlanningProblem)
         import_torch()
         kernels.switch(reproducible=problem.workload.reproducible)
@@ -236,7 +236,7 @@ class Learning(Workload):
         return self._fixed_computation(problem)
 
     def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str:
-        """Return the file of the initial weights with its digest, or a text about the random initial weights."""
+        """Return the file and digest of the initial weights, or a text about the random initial weights."""
         return preparation.initial_weights(prepared)
 
     def sample_counts(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
@@ -289,7 +289,7 @@ class LearningInputs(Inputs):
         on_weights: Callable[[], None],
         shared: Any = None,
     ) -> ProgramContext:
-        """Return the context with the samples that a device owns."""
+        """Return the context with the samples owned by a device."""
         assert isinstance(problem, PlanningProblem)
         is_coordinator = device == self._prepared.plan.coordinator
         weights = self._weights if is_coordinator else None
@@ -310,7 +310,7 @@ class LearningInputs(Inputs):
         return preparation.samples_of(self._prepared, self._dataset, device)
 
     def data(self, device: str) -> bytes | None:
-        """Return the samples that a device owns, augmented samples for all epochs; None without samples."""
+        """Return the samples owned by a device, augmented samples for all epochs; None without samples."""
         from testbed.ml.data.dataset import pack
 
         own_samples = self._samples_of(device)
@@ -450,7 +450,7 @@ def model_of(
     classes: int,
     input_spec: InputSpec,
 ) -> Model:
-    """Create a workload's model, without weights; raises `InputError` for keys that the model does not have.
+    """Create a workload's model, without weights; raises `InputError` for keys unknown to the model.
 
     ``code`` is the source text of a user's network, None for a catalogue model. ``classes`` and ``input_spec`` describe
     the data.
@@ -480,7 +480,7 @@ def model_of(
 
 @cache
 def import_torch() -> None:
-    """Import torch and trigger torch's lazy setup, so that the first batch of a program does not include the setup."""
+    """Import torch and trigger torch's lazy setup, to keep the setup out of a program's first batch."""
     with keep_imports():
         torch.set_num_threads(1)
         # Torch loads the kernels of an operation at the first use, so this uses the most common operations.

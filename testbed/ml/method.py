@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlanningProblem(core.PlanningProblem[ProblemOptions]):
-    """The input of a method's planner; the program of a device receives only the facts that `Method.facts` returns."""
+    """The input of a method's planner; the program of a device receives only the facts returned by `Method.facts`."""
 
     workload: LearningPart
     """The keys of the workload in the scenario."""
@@ -100,7 +100,7 @@ class ProgramContext(core.ProgramContext[ProblemOptions, DetailsType]):
 
     @cached_property
     def weights(self) -> Mapping[str, torch.Tensor] | None:
-        """The initial weights that the scenario names, by their names in the module of `Model.build`.
+        """The scenario's initial weights, by their names in the module of `Model.build`.
 
         None on other devices than the coordinator, and if weights are drawn from the seed. A method that reads this
         property supports ``initial_weights``.
@@ -125,7 +125,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
     async def program(
         self, device: Device, context: ProgramContext[MethodOptions, MethodDetails]
     ) -> None:
-        """Run on one device, in its role by the plan. After a restart of the device, the program runs again."""
+        """Run on one device, in the planned role. After a restart of the device, the program runs again."""
 
     def facts(
         self,
@@ -133,11 +133,11 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         plan: Plan[MethodDetails],
         device: str,
     ) -> tuple[PlanningProblem[MethodOptions], Plan[MethodDetails]]:
-        """Return the facts of the problem and of the plan that the program of a device receives; pure."""
+        """Return the facts of the problem and of the plan for the program of a device; pure."""
         return super().facts(problem, plan, device)
 
     def data_owners(self, problem: PlanningProblem[MethodOptions]) -> tuple[str, ...]:
-        """Return the devices that own training samples by ``workload.data.split``; pure.
+        """Return the devices owning training samples by ``workload.data.split``; pure.
 
         By default there are none: the coordinator has all samples, and a split is rejected.
         """
@@ -160,7 +160,7 @@ class Method(core.Method[MethodOptions, MethodDetails]):
     def alternatives(
         self, problem: PlanningProblem[MethodOptions]
     ) -> tuple[Alternative, ...]:
-        """Return the candidate plans that `testbed plan` compares; pure. Empty if the method has only one plan."""
+        """Return the candidate plans compared by `testbed plan`; pure. Empty if the method has only one plan."""
         return ()
 
     def advice(

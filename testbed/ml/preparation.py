@@ -57,7 +57,7 @@ from testbed.workload import Prepared
 
 @dataclass(frozen=True)
 class Division:
-    """The decisions before planning: the owners of samples, and a run that trains the initial weights."""
+    """The decisions before planning: the owners of samples, and a run training the initial weights."""
 
     shares: Mapping[str, Indices] = field(default_factory=dict)
     """Indices of the training samples of each device with data, (samples,); empty if all are at the coordinator."""
@@ -87,7 +87,7 @@ def weights_file(scenario: Scenario) -> Path | None:
 
 
 def pretraining_of(prepared: Prepared) -> Prepared | None:
-    """Return the run that trains the initial weights; None unless these come from a scenario."""
+    """Return the run training the initial weights; None unless these come from a scenario."""
     if not isinstance(prepared.division, Division):
         return None
     return prepared.division.pretraining
@@ -157,7 +157,7 @@ def samples_by_class(prepared: Prepared) -> dict[str, dict[int, int]]:
 
 
 def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
-    """Return the file of the initial weights with its digest, or a text about the random initial weights."""
+    """Return the file and digest of the initial weights, or a text about the random initial weights."""
     assert isinstance(prepared.problem, PlanningProblem)
     file = weights_file(prepared.scenario)
     if file is not None:
@@ -260,7 +260,7 @@ def find_problems(
 
 
 def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagnostic]:
-    """Yield a problem if the method does not support timing-only runs, or devices that are computed together."""
+    """Yield a problem if the method does not support timing-only runs, or devices computed together."""
     key: Key = ("workload", "numerics")
     if workload.numerics == "none" and "timing_only" not in method.supports:
         others = _methods_supporting("timing_only")
@@ -401,7 +401,7 @@ def divide(
 
 
 def read_codes(scenario: Scenario, options: core.Options) -> dict[str, Code]:
-    """Read the Python files that the keys of training and of the method name, by `NamedPart.title`.
+    """Read the Python files named by the keys of training and of the method, by `NamedPart.title`.
 
     Raises `InputError`.
     """
@@ -431,7 +431,7 @@ def planned_total(scenario: Scenario) -> int | None:
 
 
 def _check_training(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for initial weights or keys of training that the method does not support."""
+    """Raise `InputError` for initial weights or keys of training unsupported by the method."""
     has_weights = problem.workload.model.weights is not None
     if has_weights and "initial_weights" not in method.supports:
         text = f"'{method.name}' does not support initial weights: remove the key"
@@ -488,7 +488,7 @@ def check_tied_weights(method: Method, problem: PlanningProblem, plan: Plan) -> 
 
 
 def _check_precision(method: Method, problem: PlanningProblem) -> None:
-    """Raise `InputError` for the precision of a device if the method or the task does not support it."""
+    """Raise `InputError` for the precision of a device if unsupported by the method or the task."""
     for device in problem.devices:
         if device.precision == "f32":
             continue
@@ -656,7 +656,7 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
 
 
 def _check_same_model(file: Path, pretrained: Model, model: Model) -> None:
-    """Raise `InputError` unless the scenario of the initial weights, ``file``, trains the model of this run."""
+    """Raise `InputError` unless the scenario of the initial weights, ``file``, trains the model of the run."""
     if pretrained.name != model.name:
         raise InputError(
             f"{file}: trains {pretrained.name}, not {model.name}: name a scenario with the same model"

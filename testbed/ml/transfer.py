@@ -56,7 +56,7 @@ class LargestPart(ConfigModel):
 
 
 class OwnPart(NamedPart):
-    """The encoding by a class in a file; further keys are its constructor's arguments."""
+    """The encoding by a class in a file; further keys are the constructor's arguments."""
 
     name: str = Field(
         description="name of a class with `pack(tensor)` and `unpack(parts)`"
@@ -77,7 +77,7 @@ Encoding = NumberFormat | OwnPart
 
 
 class CrossingPart(ConfigModel):
-    """Encoding of the activations and gradients that cross a cut of the model."""
+    """Encoding of the activations and gradients crossing a cut of the model."""
 
     activations: Encoding = Field("f32", description=ENCODING_HELP)
     gradients: Encoding = Field("f32", description=f"of activations: {ENCODING_HELP}")
@@ -114,7 +114,7 @@ class Codec(Protocol):
         """Encode a tensor of float32, of any shape."""
 
     def unpack(self, parts: Parts) -> torch.Tensor:
-        """Decode a tensor of float32 with its original shape."""
+        """Decode a tensor of float32 in the original shape."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def encode_message(message: Message, codec: Codec) -> Message:
 
 
 def decode_message(message: Message, codec: Codec) -> Message:
-    """Return the message that `encode_message` has encoded, except for the loss of precision."""
+    """Return the message encoded by `encode_message`, except for the loss of precision."""
     parts_by_tensor: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in message.tensors.items():
         name, tilde, suffix = key.partition("~")

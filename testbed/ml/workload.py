@@ -425,7 +425,7 @@ class LearningPart(WorkloadPart):
 
     @property
     def progress(self) -> str:  # type: ignore[override]  # one class for two tasks
-        """The type of the event that counts the progress of a run."""
+        """The type of the event counting the progress of a run."""
         return "step" if self.task == "train" else "request"
 
     @property
@@ -446,7 +446,7 @@ class LearningPart(WorkloadPart):
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the workload uses kernels that all processors have."""
+        """Whether the workload uses kernels available on all processors."""
         return self.reproducible
 
     @property
@@ -456,7 +456,7 @@ class LearningPart(WorkloadPart):
 
     @property
     def total(self) -> int | None:
-        """The number of steps or requests; None if the scenario does not state this number."""
+        """The number of steps or requests; None if the scenario does not state the number."""
         return self.steps if self.task == "train" else self.requests
 
     def paths(self) -> Iterator[tuple[str, str | None]]:

@@ -113,7 +113,7 @@ class AsynchronousPipeline(TrainingPipeline):
             )
 
     def memory(self, stage: int, first: int, stop: int) -> float:
-        """Return the bytes that a stage needs with units ``first`` to ``stop`` (exclusive)."""
+        """Return the bytes needed by a stage with units ``first`` to ``stop`` (exclusive)."""
         stages = len(self.devices)
         in_flight = max_in_flight(stages, stage, self.window)
         versions = max_versions(stages, stage, vertical_sync=self.vertical_sync)
@@ -230,7 +230,7 @@ class AsynchronousPipeline(TrainingPipeline):
         return busiest
 
     def slowest_stage(self, cuts: Cuts) -> float:
-        """Return the seconds that the slowest stage computes for one batch; links do not count."""
+        """Return the slowest stage's seconds of computation for one batch; links do not count."""
         times = []
         for stage, (first, stop) in enumerate(pairwise(cuts)):
             times.append(self.stage_time(stage, first, stop))

@@ -77,7 +77,7 @@ def even_cuts(units: int, stages: int) -> Cuts:
 def best_cuts(
     units: int, stages: int, costs: Costs, combine: Combine
 ) -> tuple[float, Cuts]:
-    """Return the least cost of a partition, and the cuts of this partition.
+    """Return the least cost of a partition, and the corresponding cuts.
 
     If all partitions are forbidden, the cost is infinite and the cuts are arbitrary.
 

@@ -149,7 +149,7 @@ class Chain:
         return link.transmission_time(size), link.delay
 
     def memory(self, stage: int, first: int, stop: int) -> float:
-        """Return the bytes that a stage needs with units ``first`` to ``stop`` (exclusive)."""
+        """Return the bytes needed by a stage with units ``first`` to ``stop`` (exclusive)."""
         return inference_bytes(
             self.model,
             range(first, stop),
@@ -208,7 +208,7 @@ class Chain:
         return cutting.best_cuts(*self._counts, costs, max)
 
     def _memory_share(self, stage: int, first: int, stop: int) -> float:
-        """Return the bytes that a stage needs, as a fraction of its device's memory."""
+        """Return the bytes needed by a stage, as a fraction of the device's memory."""
         needed = self._stage_memory(stage, first, stop)
         return needed / self.devices[stage].memory
 
@@ -219,7 +219,7 @@ class Chain:
         return share_of_fullest <= 1
 
     def check_memory(self, cuts: Cuts) -> None:
-        """Raise `InputError` with a remedy if a stage exceeds the memory of its device."""
+        """Raise `InputError` with a remedy if a stage exceeds the memory of the device."""
         shares = []
         for stage, (first, stop) in enumerate(pairwise(cuts)):
             shares.append(self._memory_share(stage, first, stop))
@@ -389,7 +389,7 @@ class TrainingPipeline(Chain):
         """Return the seconds of one action of a stage."""
 
     def samples_of(self, action: Action) -> int:
-        """Return the number of samples that an action processes."""
+        """Return the number of samples processed by an action."""
         return self.samples
 
     @property
@@ -483,7 +483,7 @@ class SynchronousPipeline(TrainingPipeline):
         return samples
 
     def memory(self, stage: int, first: int, stop: int) -> float:
-        """Return the bytes that a stage needs with units ``first`` to ``stop`` (exclusive)."""
+        """Return the bytes needed by a stage with units ``first`` to ``stop`` (exclusive)."""
         samples = self._samples_in_flight[stage]
         inputs = 0
         if self._recomputes(stage):

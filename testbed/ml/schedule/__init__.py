@@ -187,7 +187,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Slot:
-    """One action with its start and end in seconds."""
+    """One action with start and end in seconds."""
 
     stage: int
     action: Action
@@ -204,7 +204,7 @@ Arrivals = dict[tuple[int, Action], float]
 
 
 def _ready_time(stage: int, action: Action, arrivals: Arrivals) -> float | None:
-    """Return the seconds from which an action may start; None while its message has not been sent."""
+    """Return the seconds from which an action may start; None while the message has not been sent."""
     # The first stage has the samples, and an update needs no message. Both may follow the action before at once.
     is_input = stage == 0 and action.kind == "forward"
     if is_input or action.kind == "update":
