@@ -20,7 +20,8 @@ from testbed_versatilefl.rearrangement import (
     remove_device,
 )
 from tests.helpers.runs import make_scenario, problem_of
-from tests.helpers.simulated_programs import LINK, simulate_programs
+from tests.helpers.simulated_programs import simulate_programs
+from tests.helpers.worlds import LINK
 
 CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
 
