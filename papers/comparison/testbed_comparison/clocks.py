@@ -98,7 +98,7 @@ def _run_once(folder: Path, short_figure: Containers, runtime: str) -> testbed.R
 
 
 def _metrics(result: testbed.Result, short_figure: Containers) -> dict[str, float]:
-    """Return the compared metrics of a run; raises `InputError` for a run without one of them."""
+    """Return the compared metrics of a run; raises `InputError` for a run lacking a metric."""
     values = {}
     for name in short_figure.metrics:
         value = metric_of(result, name)

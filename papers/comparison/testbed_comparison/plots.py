@@ -93,7 +93,7 @@ def _x_positions(axes: Any, plot: Plot) -> list[float]:
 def _draw_ours(
     axes: Any, system: System, rows: Mapping[float, Row], **style: str
 ) -> None:
-    """Draw our values with confidence intervals, without rows that were not run."""
+    """Draw our values with confidence intervals, for the rows with results."""
     xs: list[float] = []
     means: list[float] = []
     half_widths: list[float] = []

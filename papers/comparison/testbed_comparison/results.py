@@ -127,11 +127,11 @@ class Results:
         return compute_our_value(expressions, unit, numbers_of, is_timing=not trains)
 
     def failed_runs(self, name: str) -> int:
-        """Return the number of kept runs of a scenario that the method ended with an error."""
+        """Return the number of a scenario's kept runs ended by the method with an error."""
         return int(self.scenarios.get(name, {}).get("failed", 0))
 
     def run(self, name: str, figures: Figures, *, jobs: int, again: bool) -> None:
-        """Simulate a scenario and store its values.
+        """Simulate a scenario and store the values.
 
         Runs that an interrupted command has finished are kept, unless ``again`` is set. ``jobs`` runs are simulated at
         a time. Raises `InputError` if a run is missing, did not finish or is not trusted.
@@ -334,7 +334,7 @@ def _values_at_minimum(
 
 
 def _is_at(result: Result, value: Value) -> bool:
-    """Return whether a run belongs to the point of the sweep that a value names."""
+    """Return whether a run belongs to the point of the sweep named by a value."""
     point = result.run.trial.point
     return all(_swept_value(point, key) == item for key, item in value.at.items())
 
@@ -353,7 +353,7 @@ def _swept_value(point: Mapping[str, Any], key: str) -> Any:
 
 
 def metric_of(result: Result, name: str) -> float | None:
-    """Return a metric of a run by its name as in `expect`, or ``plan.`` and a dotted key of the plan's details."""
+    """Return a metric of a run by name as in `expect`, or ``plan.`` and a dotted key of the plan's details."""
     run = result.run
     value: Any = run.metrics
     if name.startswith(PLAN_PREFIX):
@@ -368,7 +368,7 @@ def metric_of(result: Result, name: str) -> float | None:
 
 
 def _child(tree: Any, key: str) -> Any:
-    """Return an element of a mapping, or of a list by its index from 0 on; None for a missing element."""
+    """Return an element of a mapping, or of a list by index from 0 on; None for a missing element."""
     if isinstance(tree, Mapping):
         return tree.get(key)
     # Only digits are an index: a key may be a word, or a number such as -1.

@@ -72,7 +72,7 @@ class Value(_Part):
 
 
 class Ratio(_Part):
-    """The first value divided by the second; either may be another ratio, such as a speed-up."""
+    """The first value divided by the second; either may be another ratio, for example a speed-up."""
 
     ratio: tuple[Value | Ratio, Value | Ratio]
 
@@ -95,7 +95,7 @@ Expression = Value | Ratio | Difference | Saving
 def operands(
     expression: Ratio | Difference | Saving,
 ) -> tuple[Value | Ratio, Value | Ratio]:
-    """Return the two expressions that a ratio, a difference or a saving combines."""
+    """Return the two expressions combined by a ratio, a difference or a saving."""
     match expression:
         case Ratio(ratio=pair) | Difference(difference=pair) | Saving(saving=pair):
             return pair
@@ -138,7 +138,7 @@ def complete_expression(
 
 
 class Row(_Part):
-    """One claim of a paper, such as a value in a figure or a table."""
+    """One claim of a paper, for example a value in a figure or a table."""
 
     item: str
     """The figure, table or section of the paper with the claim."""
@@ -183,7 +183,7 @@ class Row(_Part):
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
-        """All expressions of the row, completed with the metric and the points that the row states once."""
+        """All expressions of the row, completed with the metric and the points stated once by the row."""
         incomplete = self.ours if isinstance(self.ours, tuple) else (self.ours,)
         expressions = []
         for values in product(*self.each.values()):
@@ -254,7 +254,7 @@ class Condition(_Part):
 
 
 class ParameterValue(_Part):
-    """One value of a parameter in a sensitivity test, and the expression for the row's claim with this value."""
+    """One value of a parameter in a sensitivity test, and the expression for the row's claim with the value."""
 
     value: str
     """The value as text."""
@@ -368,7 +368,7 @@ class Figures(_Part):
         return self
 
     def _referenced_rows(self) -> set[str]:
-        """Return the names of rows that headlines, plots and sensitivity refer to."""
+        """Return the names of rows used by headlines, plots and sensitivity."""
         names: set[str] = set()
         for headline in self.headlines:
             names.update(headline.rows)
@@ -384,7 +384,7 @@ class Figures(_Part):
         return next(row for row in self.rows if row.name == name)
 
     def values(self) -> Iterator[tuple[str, Value]]:
-        """Yield all values of rows and sensitivity, each with the name of its scenario."""
+        """Yield all values of rows and sensitivity, each with the name of the scenario."""
         for row in self.rows:
             for expression in row.expressions:
                 yield from _terms_with_scenario(expression, row.scenario)

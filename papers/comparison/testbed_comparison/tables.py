@@ -345,7 +345,7 @@ def _sensitivity_lines(system: System) -> Iterator[Line]:
 
 
 def _describe_effect(system: System, row: Row, value: ParameterValue) -> str:
-    """Return a value of a parameter, and our value of the row with it."""
+    """Return a value of a parameter, and our resulting value of the row."""
     unit = value.unit or row.unit
     expressions = value.expressions(row)
     ours = system.results.ours(value.scenario, expressions, unit)
@@ -370,13 +370,13 @@ def _clocks_section(system: System) -> str:
 
 
 def _short_figure(system: System) -> str:
-    """Return the name of the figure that was run on both clocks."""
+    """Return the name of the figure run on both clocks."""
     short_figure = system.figures.containers
     return NONE if short_figure is None else short_figure.figure
 
 
 def _clock_cells(system: System) -> Iterator[Line]:
-    """Yield a line for each metric: its name, both values, their ratio and the verdict."""
+    """Yield a line for each metric: the name, both values, their ratio and the verdict."""
     short_figure = system.figures.containers
     clocks = system.clocks
     if short_figure is None:

@@ -215,7 +215,7 @@ def _margin(row: Row, value: float) -> float:
 
 
 def _printed_range(row: Row) -> tuple[float, float]:
-    """Return the range of all numbers that give the paper's printed digits when rounded."""
+    """Return the range of all numbers giving the paper's printed digits when rounded."""
     if isinstance(row.paper, tuple):
         low, high = row.paper
     else:
@@ -264,7 +264,7 @@ def ranking_of(row: Row, ours: OurValue) -> Ranking:
 
 
 def shares_of_paper(row: Row, ours: OurValue) -> tuple[float, ...]:
-    """Return our value divided by the paper's, or both ends of our range divided by those of the paper.
+    """Return our value divided by the paper's, or both ends of our range divided by the ends of the paper's range.
 
     Open ends and zeros of the paper are omitted.
     """

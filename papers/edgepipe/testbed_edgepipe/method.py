@@ -45,7 +45,7 @@ def _update_share(record: RunView) -> float | None:
 
 
 def _model_partition_bytes(record: RunView) -> int | None:
-    """Return the bytes of messages with or about the model partition; None for a run without such messages."""
+    """Return the bytes of messages with or about the model partition; None for a run without these messages."""
     total = 0
     for event in record.of("send"):
         if event.fields["message"] in PARTITION_MESSAGES:

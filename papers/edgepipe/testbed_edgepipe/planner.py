@@ -63,7 +63,7 @@ class EdgePipeOptions(SlotOptions):
 
     @property
     def divide(self) -> Divide:
-        """The division of neurons among devices: by `layers_per_group` if it is set, otherwise by `allocation`.
+        """The division of neurons among devices: by `layers_per_group` if set, otherwise by `allocation`.
 
         >>> EdgePipeOptions(allocation="vertical").divide([4, 4], ["a", "b"]).devices
         ('a', 'b')

@@ -94,7 +94,7 @@ class ZeroSubstitution:
         return received
 
     async def usable_results(self, received: ReceivedParts) -> UsableValues:
-        """Return the results, with zeros for missing values if the option `update_condition` allows such results."""
+        """Return the results, with zeros for missing values if allowed by the option `update_condition`."""
         # The paper's condition, all losses of the next layer, says nothing about the output layer, which has no next
         # layer.
         accepts_missing = self._update_condition == "all_losses"
@@ -132,7 +132,7 @@ class ZeroSubstitution:
         gradient: torch.Tensor | None,
         usable: UsableValues,
     ) -> BackwardWork | None:
-        """Return the computation of a backward: it accumulates ``gradient``, and updates after the last micro-batch.
+        """Return the computation of a backward: accumulate ``gradient``, and update after the last micro-batch.
 
         ``gradient`` is (samples, values). The computation returns the gradient of the layer's inputs, which is cast to
         the previous layer. Without ``gradient`` nothing is cast, so that previous layers do not learn from this batch

@@ -109,7 +109,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         self._rates.pop((other, one), None)
 
     def unmeasured_links(self, partition: StagePartition) -> list[Pair]:
-        """Return (sender, receiver) for each link between neighbouring stages that was not measured."""
+        """Return (sender, receiver) for each unmeasured link between neighbouring stages."""
         # Equation (6) needs no other links: a stage sends activations to the next stage, which sends gradients back.
         pairs = []
         for pair in _neighbours(partition.devices):
@@ -126,7 +126,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         return replace(pipeline, links=self._links(names))
 
     def _links(self, names: Sequence[str]) -> Mapping[Pair, Link]:
-        """Return the links between the devices ``names`` that the planner needs, with measured rates.
+        """Return the links needed by the planner between the devices ``names``, with measured rates.
 
         A link without a measurement has the rate of its other direction, or the mean of all measured rates. Before any
         measurement the links are those of the scenario.
@@ -173,7 +173,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
     def propose_repartition(
         self, old: StagePartition, present: Sequence[str]
     ) -> StagePartition | None:
-        """Return a partition over the ``present`` devices if its improvement is worth the change, otherwise None."""
+        """Return a partition over the ``present`` devices if the improvement is worth the change, otherwise None."""
         try:
             new = self.partition_for(present)
         except InputError:

@@ -137,7 +137,7 @@ def fewest_trainable_samples(units: Sequence[Unit]) -> int:
 
 @cache
 def make_choices(min_size: int, candidates: Candidates) -> Choices:
-    """Return the function that lists the candidates for P and N of a device.
+    """Return the function listing the candidates for P and N of a device.
 
     Equal arguments give the same function, because the planner caches the choice of similar devices by this function.
     """
@@ -160,7 +160,7 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
     Options = PipeLearnOptions
 
     def hooks(self, options: PipeLearnOptions) -> Hooks:
-        """Return the hooks that average the models of a fraction of the devices."""
+        """Return the hooks averaging the models of a fraction of the devices."""
         return Hooks(choose=options.choose, min_updates=options.min_devices)
 
     def plan(self, problem: PlanningProblem[PipeLearnOptions]) -> Plan[RoundDetails]:

@@ -54,7 +54,7 @@ def divided_plan(
     schemes: Schemes,
     tiling: Tiling | None = None,
 ) -> DistributedPlan:
-    """Return the plan in which each device has a share of every divided layer; ``name`` is the name of its scheme."""
+    """Return the plan in which each device has a share of every divided layer; ``name`` is the name of the scheme."""
     layers: list[LayerPlan] = []
     pairs = zip(graph.layers, schemes, strict=True)
     for index, (layer, scheme) in enumerate(pairs):
@@ -80,7 +80,7 @@ def divided_plan(
 def _split_input(
     graph: Graph, index: int, shares: Sequence[Fraction]
 ) -> tuple[Range, ...]:
-    """Return the input channels of each device in a layer: if possible, the channels that the device itself makes."""
+    """Return the input channels of each device in a layer: if possible, the channels made by the device."""
     layer = graph.layers[index]
     if not graph.follows(index):
         return divide(layer.input_channels, shares)
@@ -169,7 +169,7 @@ They are then ratios of small numbers, which `testbed_stahl.planner.paper_commun
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with the memory that each device needs, which may exceed the memory of the device."""
+    """A plan with the memory required by each device, which may exceed the memory of the device."""
 
     flow: Dataflow
     needs: tuple[float, ...]
@@ -206,7 +206,7 @@ class Candidate:
 def best_candidate(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> Candidate:
-    """Return the first plan that fits into memory; if none fits, the plan with the smallest shortfall.
+    """Return the first plan fitting into memory; if none fits, the plan with the smallest shortfall.
 
     Raises `InputError` for options that no plan can satisfy.
     """

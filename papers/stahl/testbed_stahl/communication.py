@@ -73,7 +73,7 @@ def sent_elements(transfers: Sequence[Transfer]) -> int:
 
 
 def tile_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
-    """Return the transfers of all tiles that other devices than the source compute, assuming that none is stolen.
+    """Return the transfers of all tiles computed by other devices than the source, assuming no stealing.
 
     These are regions of the image, results, and overlaps reused between tiles. Overlaps count as outputs of the
     second-to-last tiled layer (`make_phases` gives the reason). They pass through the source, unless devices send to
@@ -101,7 +101,7 @@ def tile_transfers(flow: Dataflow) -> tuple[Transfer, ...]:
 def _overlap_transfers(
     flow: Dataflow, lender: int, borrower: int
 ) -> Iterator[Transfer]:
-    """Yield the transfers of the regions that the tile ``borrower`` reuses from the tile ``lender``."""
+    """Yield the transfers of the regions reused by the tile ``borrower`` from the tile ``lender``."""
     overlaps = flow.overlaps[lender, borrower]
     size = sum(map(flow.values, overlaps))
     route = _route_of_overlap(flow, lender, borrower)
@@ -144,7 +144,7 @@ def _value_transfers(flow: Dataflow) -> Iterator[Transfer]:
 
 
 def _merges_first(flow: Dataflow, value: int, maker: int) -> bool:
-    """Return whether a device joins tiles or merges sums of other devices before it has a value."""
+    """Return whether a device joins tiles or merges sums of other devices before having a value."""
     if value == INPUT:
         return False
     if value == flow.tiled_count - 1:
@@ -153,7 +153,7 @@ def _merges_first(flow: Dataflow, value: int, maker: int) -> bool:
 
 
 def _piece_sizes(pieces: Pieces, part: Range) -> tuple[int, ...]:
-    """Return the number of elements of ``part`` in each piece, without pieces that have none."""
+    """Return the number of elements of ``part`` in each piece, without pieces outside ``part``."""
     sizes = []
     for piece in pieces:
         size = intersection(piece, part).size
@@ -179,7 +179,7 @@ def _sum_transfers(flow: Dataflow) -> Iterator[Transfer]:
 
 @dataclass(frozen=True)
 class Leg:
-    """The time of transfers that take place at the same time over several links."""
+    """The time of simultaneous transfers over several links."""
 
     busy: float = 0.0
     """Seconds in which the busiest link, or access of a device to the network, transmits."""
@@ -244,7 +244,7 @@ class Phase:
         return 1.0 if self.chunks == 1 else 0.0
 
     def _computed_and_sent(self, leg: Leg) -> float:
-        """Return the seconds until the output is computed and its messages on a leg have arrived."""
+        """Return the seconds until the output is computed and the messages on a leg have arrived."""
         longer = max(self.compute, leg.busy)
         shorter = min(self.compute, leg.busy)
         return longer + self._serial_share * shorter + leg.delay
@@ -295,7 +295,7 @@ def make_phases(
 def _last_finish(
     rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]
 ) -> float:
-    """Return the seconds until the last device has computed some layers; ``rows`` has its cost for each device."""
+    """Return the seconds until the last device has computed some layers; ``rows`` has the cost for each device."""
     finish_times = []
     for index, device in enumerate(devices):
         load = Cost()
@@ -339,7 +339,7 @@ def _make_phase(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
 ) -> Phase:
-    """Return the phase that computes for ``compute`` seconds and makes the transfers ``moved``."""
+    """Return the phase computing for ``compute`` seconds and making the transfers ``moved``."""
     # By leg, and under "all" for all transfers: the busy seconds of each link, and of each access to the network.
     busy: dict[str, defaultdict[tuple[str, int, int], float]] = defaultdict(
         lambda: defaultdict(float)

@@ -68,7 +68,7 @@ IDLE = LayerTask()
 
 
 def is_alias(layer: GraphLayer, exchange: Exchange) -> bool:
-    """Return whether a layer only joins outputs of other layers, without a computation or a transfer of its own."""
+    """Return whether a layer only joins outputs of other layers, without any computation or transfer."""
     # Through the source, outputs are collected and joined there instead.
     return exchange == "direct" and layer.is_route
 
@@ -215,7 +215,7 @@ class Dataflow:
 
     @cached_property
     def computed_regions(self) -> tuple[tuple[Region, ...], ...]:
-        """For each tile, the region of each tiled layer's output that the tile computes."""
+        """For each tile, the computed region of each tiled layer's output."""
         tiling = self.plan.tiling
         reuses = self.settings.options.tile_overlap == "reuse"
         computed = []
@@ -229,7 +229,7 @@ class Dataflow:
 
     @cached_property
     def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
-        """(lender, borrower) -> regions that the borrower reuses from the lender, which are sent as one message."""
+        """(lender, borrower) -> regions reused by the borrower from the lender, sent as one message."""
         tiling = self.plan.tiling
         if tiling is None or self.settings.options.tile_overlap != "reuse":
             return {}
@@ -289,7 +289,7 @@ class Dataflow:
         return (Origin(index, whole, 0),)
 
     def chunks(self, index: int, made: Range) -> tuple[Range, ...]:
-        """Divide output channels of a layer into nearly equal ranges, each of which is sent as soon as it is computed.
+        """Divide output channels of a layer into nearly equal ranges, each sent immediately after being computed.
 
         The ranges do not depend on the number of samples of a request, so all devices choose the same ranges without
         communication.
@@ -309,7 +309,7 @@ class Dataflow:
         return tuple(shifted(part, made.first) for part in parts)
 
     def pieces(self, value: int, device: int) -> Pieces:
-        """Return the pieces in which a device makes its part of a value, in the order in which they are computed."""
+        """Return the pieces in which a device makes its part of a value, in the order of computation."""
         key = (value, device)
         if key not in self._piece_cache:
             self._piece_cache[key] = self._find_pieces(value, device)
@@ -364,7 +364,7 @@ class Dataflow:
                     yield receiver, part
 
     def missing_pieces(self, value: int, device: int) -> Pieces:
-        """Return the elements of a value that a device needs from other devices."""
+        """Return the elements of a value needed by a device from other devices."""
         needed = self.needed_pieces[value][device]
         own = self.made_ranges[value][device]
         return difference(needed, own)
@@ -382,7 +382,7 @@ class Dataflow:
         return total
 
     def _needed_at_source(self, value: int, maker: int) -> Range:
-        """Return the range of a value that the source collects from a device, for itself and for others."""
+        """Return the range of a value collected by the source from a device, for itself and for others."""
         own = self.needed_pieces[value][self.plan.source]
         needed = [*own]
         for _, pieces in self._missing_parts(value, maker):
@@ -391,7 +391,7 @@ class Dataflow:
         return hull(needed)
 
     def _missing_parts(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
-        """Yield each device and its missing elements of a value, in ring order after ``maker``."""
+        """Yield each device and the device's missing elements of a value, in ring order after ``maker``."""
         # Otherwise all makers would send to the same device first, whose link would be the bottleneck.
         count = len(self.plan.devices)
         for step in range(1, count):
@@ -433,7 +433,7 @@ def make_dataflow(
 def _assign_tasks(
     graph: Graph, plan: DistributedPlan, exchange: Exchange
 ) -> tuple[list[tuple[LayerTask, ...]], dict[int, tuple[Range, ...]]]:
-    """Return the tasks of each layer, and the elements of each value that each device makes."""
+    """Return the tasks of each layer, and the elements of each value made by each device."""
     all_idle = (IDLE,) * len(plan.devices)
     tasks: list[tuple[LayerTask, ...]] = [all_idle] * plan.tiled_count
     # The first value of the divided layers: the map of all tiles, or the image.
@@ -451,7 +451,7 @@ def _assign_tasks(
 
 
 class _Needs:
-    """The elements of each value that each device reads, and the last layer that reads the value there."""
+    """The elements of each value read by each device, and the last layer reading the value there."""
 
     def __init__(self, values: Iterable[int], devices: int) -> None:
         self.needed_pieces: dict[int, list[Pieces]] = {}
@@ -502,7 +502,7 @@ def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, 
 
 
 def stored_slices(flow: Dataflow, device: int) -> dict[int, Slice]:
-    """Return layer -> slice of its weights that a device stores.
+    """Return layer -> slice of the layer's weights stored by a device.
 
     A device with a tile stores all weights of the tiled layers: each pixel of a tile depends on all of them.
     """

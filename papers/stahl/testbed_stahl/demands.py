@@ -25,7 +25,7 @@ from testbed_stahl.plan import Range, intersection, total_size
 
 
 def count_weights(flow: Dataflow, device: int) -> int:
-    """Return F_n of a device: the weights that it stores, without biases.
+    """Return F_n of a device: the stored weights, without biases.
 
     The paper's example network, on one of two devices:
 
@@ -46,7 +46,7 @@ def count_weights(flow: Dataflow, device: int) -> int:
 
 
 def count_divisible_weights(flow: Dataflow, device: int) -> int:
-    """Return the weights that a device stores of layers divided by channels, which shrink with the device's share."""
+    """Return a device's stored weights of layers divided by channels, which shrink with the device's share."""
     total = 0
     for index, part in stored_slices(flow, device).items():
         if flow.tasks[index][device].work in ("outputs", "sums"):
@@ -56,7 +56,7 @@ def count_divisible_weights(flow: Dataflow, device: int) -> int:
 
 
 def count_parameters(flow: Dataflow, device: int) -> int:
-    """Return the number of values that a device stores for all layers.
+    """Return the number of values stored by a device for all layers.
 
     These are its weights and, for each output channel that it finishes, the bias and the values of a normalisation.
     """
@@ -127,7 +127,7 @@ def _layer_cost(flow: Dataflow, index: int, device: int) -> Cost:
 
 
 def longest_path(flow: Dataflow) -> int:
-    """Return T: the multiplications that follow one another, for one sample.
+    """Return T: the multiplications following one another, for one sample.
 
     Devices compute a layer in parallel and exchange its output, so that the slowest part of each layer counts.
 
@@ -155,7 +155,7 @@ def longest_path(flow: Dataflow) -> int:
 
 
 def memory_needs(flow: Dataflow) -> tuple[float, ...]:
-    """Return the bytes of memory that each device needs: parameters, and activations of each request in flight."""
+    """Return the bytes of memory needed by each device: parameters, and activations of each request in flight."""
     samples = flow.settings.options.in_flight * flow.settings.samples
     needs = []
     for device in flow.devices:
@@ -174,7 +174,7 @@ def memory_needs(flow: Dataflow) -> tuple[float, ...]:
 
 
 def peak_activations(flow: Dataflow, device: int) -> int:
-    """Return the peak number of elements of one sample that a device holds, for any speeds of the devices.
+    """Return the peak number of elements of one sample held by a device, for any speeds of the devices.
 
     The paper's example network, each layer divided by LOP over two devices:
 
@@ -204,7 +204,7 @@ def peak_activations(flow: Dataflow, device: int) -> int:
 
 
 def _held_by_progress(flow: Dataflow, device: int) -> list[int]:
-    """Return the elements of one sample that a device holds at each progress, from `INPUT` on, without tiles."""
+    """Return the elements of one sample held by a device at each progress, from `INPUT` on, without tiles."""
     held = _HeldElements(len(flow.graph.layers))
     arrivals = _first_arrivals(flow, device)
     for value in flow.made_ranges:
@@ -216,7 +216,7 @@ def _held_by_progress(flow: Dataflow, device: int) -> list[int]:
 
 
 class _HeldElements:
-    """The elements of one sample that a device holds at each progress.
+    """The elements of one sample held by a device at each progress.
 
     >>> held = _HeldElements(layers=2)
     >>> held.hold(first=0, last=1, elements=5)
@@ -242,7 +242,7 @@ class _HeldElements:
 def _hold_made_elements(
     held: _HeldElements, flow: Dataflow, device: int, value: int
 ) -> None:
-    """Add the elements of a value that the device makes itself."""
+    """Add the elements of a value made by the device."""
     made = flow.made_ranges[value][device].size
     last_use = flow.last_readers[value][device]
     is_divided = value >= flow.tiled_count
@@ -261,7 +261,7 @@ def _hold_made_elements(
 def _hold_received_elements(
     held: _HeldElements, flow: Dataflow, device: int, value: int, arrival: int
 ) -> None:
-    """Add the elements of a value that the device receives from others, from progress ``arrival`` on."""
+    """Add the elements of a value received by the device from others, from progress ``arrival`` on."""
     made = flow.made_ranges[value][device].size
     missing = total_size(flow.missing_pieces(value, device))
     last_use = flow.last_readers[value][device]
@@ -283,7 +283,7 @@ def _hold_sums(
     index: int,
     arrivals: Mapping[int, int],
 ) -> None:
-    """Add the incomplete sums of a layer's outputs: the sums that the device merges in LIP, or adds up in LOP."""
+    """Add the incomplete sums of a layer's outputs: the sums merged by the device in LIP, or added up in LOP."""
     layer = flow.graph.layers[index]
     task = flow.tasks[index][device]
     made = task.output_channels.size * layer.pixels
@@ -412,7 +412,7 @@ def _arrives_in_pieces(flow: Dataflow, device: int, index: int) -> bool:
 
 
 def _peak_while_tiling(flow: Dataflow, device: int) -> int:
-    """Return the peak number of elements of one sample that a device holds in the tiled layers.
+    """Return the peak number of elements of one sample held by a device in the tiled layers.
 
     A worker holds the image regions of all its tiles, all overlaps that its tiles reuse from other tiles, and the maps
     within one tile. The source holds the whole image instead of the regions, and the map that collects all tiles.
@@ -456,13 +456,13 @@ def _peak_while_stealing(flow: Dataflow, device: int) -> int:
 
 
 def _image_elements(flow: Dataflow, number: int) -> int:
-    """Return the elements of the image region that a tile needs."""
+    """Return the elements of the image region needed by a tile."""
     channels = flow.graph.layers[0].input[0]
     return channels * flow.plan.tiles[number].regions[0].pixels
 
 
 def _reused_elements(flow: Dataflow, number: int) -> int:
-    """Return the elements that a tile reuses from other tiles."""
+    """Return the elements reused by a tile from other tiles."""
     total = 0
     for (_, borrower), overlaps in flow.overlaps.items():
         if borrower == number:
@@ -471,7 +471,7 @@ def _reused_elements(flow: Dataflow, number: int) -> int:
 
 
 def _lent_elements(flow: Dataflow, number: int) -> int:
-    """Return the elements of a tile that other tiles reuse."""
+    """Return the elements of a tile reused by other tiles."""
     total = 0
     for (lender, _), overlaps in flow.overlaps.items():
         if lender == number:
@@ -480,7 +480,7 @@ def _lent_elements(flow: Dataflow, number: int) -> int:
 
 
 def _peak_within_tile(flow: Dataflow, number: int) -> int:
-    """Return the peak number of elements in the maps that the computation of a tile creates.
+    """Return the peak number of elements in the maps created by the computation of a tile.
 
     The image region and the reused overlaps are inputs of the tile and counted elsewhere. In each layer there is a
     first peak while the layer computes a region from the previous map. If the tile reuses overlaps, there is a second

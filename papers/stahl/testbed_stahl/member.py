@@ -113,7 +113,7 @@ class InferenceMember:
         context.ledger.weights = weight_bytes
 
     def _begin_request(self, message: Activation) -> None:
-        """Start a request on the source by distributing its images."""
+        """Start a request on the source by distributing the images."""
         images = message.tensor
         if not self._computes:
             # Tensors on torch's device "meta" have a shape and no values.

@@ -66,7 +66,7 @@ class TileOutput(ConfigurationMessage, kind="tiled"):
 
 @dataclass(frozen=True)
 class TileOverlap(ConfigurationMessage, kind="overlap"):
-    """Regions that the tile ``borrower`` reuses from the tile ``lender``, map after map, (samples, elements).
+    """Regions reused by the tile ``borrower`` from the tile ``lender``, map after map, (samples, elements).
 
     To the member that computes the borrower, or to the source, which forwards the message.
     """

@@ -59,7 +59,7 @@ TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
 
 
 def _fullest_device(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
-    """Return the device with the highest reported memory use, and the metrics of this device."""
+    """Return the device with the highest reported memory use, and the device's metrics."""
 
     def memory_use(item: tuple[str, Mapping[str, Any]]) -> float:
         _, device_metrics = item
@@ -91,7 +91,7 @@ def _has_memory_metrics(metrics: Metrics) -> bool:
 
 
 def _tile_bytes(record: RunView) -> int | None:
-    """Return the bytes of all messages of tiles; None without such messages."""
+    """Return the bytes of all messages of tiles; None without messages of tiles."""
     total = 0
     for event in record.of("send"):
         if event.fields["message"] in TILE_KINDS:
@@ -100,7 +100,7 @@ def _tile_bytes(record: RunView) -> int | None:
 
 
 def _stolen_tiles(record: RunView) -> int | None:
-    """Return the number of tiles that another device than the owner has computed; None without stealing."""
+    """Return the number of tiles computed by another device than the owner; None without stealing."""
     # Events of tiles are recorded only if idle devices may steal tiles.
     events = record.of("tile")
     if not events:

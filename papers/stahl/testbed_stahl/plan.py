@@ -148,7 +148,7 @@ def proportional_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
 
 
 def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
-    """Divide the range from 0 to ``size`` by shares that sum to 1, in the order of the shares.
+    """Divide the range from 0 to ``size`` by shares with the sum 1, in the order of the shares.
 
     Sizes are rounded by the largest remainder method: every share gets its exact size rounded down, and the remaining
     elements go one by one to the shares with the largest fractions (the first on ties). Every size differs from the
@@ -232,7 +232,7 @@ class LayerPlan(_Frozen):
 
 
 class Tile(_Frozen):
-    """One part of the tiled layers, with the device that computes it."""
+    """One part of the tiled layers, with the device computing the part."""
 
     row: int
     column: int

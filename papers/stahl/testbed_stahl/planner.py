@@ -292,7 +292,7 @@ def alternatives(
 def compare_schemes(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings
 ) -> list[Candidate]:
-    """Return a plan for every scheme, without schemes that the options make impossible.
+    """Return a plan for every scheme, without schemes made impossible by the options.
 
     Raises `InputError` if the configured scheme is impossible.
     """
@@ -373,7 +373,7 @@ def _notes_on(plan: DistributedPlan) -> list[str]:
 
 
 def _step_time(problem: PlanningProblem[DistributedOptions], flow: Dataflow) -> float:
-    """Return the predicted seconds between two results: with one request in flight, its latency."""
+    """Return the predicted seconds between two results: with one request in flight, the latency."""
     devices = _present_devices(problem, flow.plan.devices)
     phases = make_phases(flow, devices, problem.links)
     return predict_interval(phases, flow.settings.options.in_flight)

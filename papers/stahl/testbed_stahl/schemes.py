@@ -68,7 +68,7 @@ def layer_communication(
     holds_share: bool,
     reuse: Reuse = "with-reuse",
 ) -> Fraction:
-    """Return the elements that a layer sends to the workers and back, by equations (7) to (9).
+    """Return the elements sent by a layer to the workers and back, by equations (7) to (9).
 
     ``holds_share``: each device already has its share of the input, since the previous layer used LOP and feeds this
     one directly.
@@ -102,7 +102,7 @@ def layer_communication(
 
 
 def holds_shares(graph: Graph, schemes: Sequence[Scheme], index: int) -> bool:
-    """Return whether the devices hold their shares of a layer's input, given the schemes up to this layer."""
+    """Return whether the devices hold their shares of a layer's input, given the schemes up to the layer."""
     return graph.follows(index) and schemes[index - 1] == "lop"
 
 
@@ -235,7 +235,7 @@ def least_communication(
 
 
 def _possible_schemes(graph: Graph, index: int, lip: bool) -> list[Schemes]:
-    """Return the possible schemes of a layer alone, then those of the layer fused with the next one.
+    """Return the possible schemes of a layer alone, then the schemes of the layer fused with the next one.
 
     Constraints (11) to (13): each layer has one scheme, and the second layer of a fused pair follows the first one.
     """

@@ -84,7 +84,7 @@ def _lend_regions(
     lent: Mapping[int, list[torch.Tensor]],
     ledger: Ledger,
 ) -> None:
-    """Add the overlaps of a layer that other tiles reuse from this one to ``lent``."""
+    """Add a layer's overlaps reused from the tile by other tiles to ``lent``."""
     for borrower, pieces in lent.items():
         for overlap in flow.overlaps[number, borrower]:
             if overlap.layer != index:
@@ -105,7 +105,7 @@ def _join_pieces(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor
 def _unpack_overlaps(
     flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
 ) -> dict[int, list[Part]]:
-    """Return layer -> regions of its output that the tile reuses from other tiles."""
+    """Return layer -> regions of the layer's output reused by the tile from other tiles."""
     by_layer: dict[int, list[Part]] = {}
     for lender, tensor in taken.items():
         overlaps = flow.overlaps[lender, number]
@@ -209,7 +209,7 @@ class TileQueue:
         self._waiting += [(request, number) for number in self._order]
 
     def take(self, device: int, now: float) -> Item | None:
-        """Assign a tile to a device and return the tile; None if the device is busy, or if no tile is ready for it."""
+        """Assign a tile to a device and return the tile; None if the device is busy, or without a ready tile."""
         if device in self._current:
             return None
         ready = self._ready_tiles()
@@ -256,7 +256,7 @@ class TileQueue:
         return None
 
     def _backlog_seconds(self, device: int, now: float) -> float:
-        """Return the seconds that a device needs for its current tile and all its waiting tiles."""
+        """Return the seconds needed by a device for the current tile and all waiting tiles."""
         pace = self._pace[device]
         remaining = 0.0
         if device in self._current:
@@ -283,7 +283,7 @@ class TileQueue:
 
 
 def make_tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
-    """Return the queue of a plan's tiles; ``speeds`` are those of the plan's devices in FLOP/s."""
+    """Return the queue of a plan's tiles; ``speeds`` are the speeds of the plan's devices in FLOP/s."""
     layers = flow.graph.layers[: flow.tiled_count]
     work = []
     for made in flow.computed_regions:
@@ -294,7 +294,7 @@ def make_tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
 
 
 class TileWork:
-    """The tiles of all requests on one member: each is computed once all of its inputs have arrived.
+    """The tiles of all requests on one member: each is computed once all inputs have arrived.
 
     Images and maps are (samples, channels, height, width).
     """
@@ -305,7 +305,7 @@ class TileWork:
         speeds: Sequence[float],
         on_map_complete: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """``speeds`` are those of the plan's devices in FLOP/s.
+        """``speeds`` are the speeds of the plan's devices in FLOP/s.
 
         On the source, ``on_map_complete`` is called with the number of a request and its complete map, (samples,
         elements).
@@ -345,7 +345,7 @@ class TileWork:
             self._assign_tile(request, number, tile.device)
 
     def _assign_tile(self, request: int, number: int, device: int) -> None:
-        """Send a tile's region of the image to the device that computes the tile."""
+        """Send a tile's region of the image to the device computing the tile."""
         region = self._flow.plan.tiles[number].regions[0]
         part = _crop(self._images[request], region)
         if device == self._member.index:
@@ -356,7 +356,7 @@ class TileWork:
             self._member.post(device, message)
 
     def _hand_out(self, queue: TileQueue) -> None:
-        """Assign a tile to every idle device, and send the tile's overlaps and its region of the image."""
+        """Assign a tile to every idle device, and send the tile's overlaps and region of the image."""
         names = self._flow.plan.devices
         for device in self._flow.devices:
             item = queue.take(device, self._member.device.now())
@@ -372,7 +372,7 @@ class TileWork:
             )
 
     def _forward_overlaps(self, item: Item, device: int) -> None:
-        """Send the overlaps that a tile reuses to the device that computes the tile."""
+        """Send the overlaps reused by a tile to the device computing the tile."""
         request, number = item
         for lender, tensor in self._borrowed.pop(item, {}).items():
             self._member.ledger.drop(tensor)
@@ -427,7 +427,7 @@ class TileWork:
             self._send_overlap(receiver, request, lender, borrower, tensor)
 
     def _begin_if_complete(self, request: int, number: int) -> None:
-        """Start to compute a tile if its region of the image and all overlaps have arrived."""
+        """Start to compute a tile if the region of the image and all overlaps have arrived."""
         lenders = 0
         for _, borrower in self._flow.overlaps:
             if borrower == number:

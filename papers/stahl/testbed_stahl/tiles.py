@@ -30,7 +30,7 @@ from testbed_stahl.plan import NOTHING, Range, Region, Tile, Tiling, divide_even
 
 
 class Overlap(NamedTuple):
-    """A region of one map reused by a tile from its neighbour; tiles are indices of the plan."""
+    """A region of one map reused by a tile from a neighbour; tiles are indices of the plan."""
 
     lender: int
     borrower: int
@@ -49,7 +49,7 @@ def waits_for_neighbours(row: int, column: int) -> bool:
 
 
 def remaining_range(needed: Range, before: Range | None, after: Range | None) -> Range:
-    """Return the part of a range along one axis that neither neighbour covers.
+    """Return the part of a range along one axis covered by neither neighbour.
 
     ``before`` and ``after`` are the ranges of the neighbours; None at the border.
 
@@ -68,7 +68,7 @@ def remaining_range(needed: Range, before: Range | None, after: Range | None) ->
 
 
 def computed_regions(tiling: Tiling, number: int) -> tuple[Region, ...]:
-    """Return the region of each early layer's output that a tile computes if overlaps are reused."""
+    """Return the region of each early layer's output computed by a tile if overlaps are reused."""
     tile = tiling.tiles[number]
     if not waits_for_neighbours(tile.row, tile.column):
         return tile.regions[1:]
@@ -91,7 +91,7 @@ def computed_regions(tiling: Tiling, number: int) -> tuple[Region, ...]:
 
 
 def find_overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
-    """Return all overlaps that tiles reuse, layer by layer for each pair of tiles.
+    """Return all overlaps reused by tiles, layer by layer for each pair of tiles.
 
     The neighbours above and below cover all columns of a tile; the left and right neighbours cover the remaining rows.
     """
@@ -237,7 +237,7 @@ def _closes_stack(graph: Graph, count: int) -> bool:
 
 
 def needed_range(layer: GraphLayer, out: Range, size: int) -> Range:
-    """Return the range of input pixels along one axis that the output pixels ``out`` need; the input has ``size``."""
+    """Return the range of input pixels along one axis needed for the output pixels ``out``; the input has ``size``."""
     if not out.size:
         return NOTHING
     seen = _padded_range(layer, out.first, out.last)
@@ -247,7 +247,7 @@ def needed_range(layer: GraphLayer, out: Range, size: int) -> Range:
 
 
 def _padded_range(layer: GraphLayer, first: int, last: int) -> Range:
-    """Return the input range along one axis that a range of output pixels reads, including pixels of the padding."""
+    """Return the input range along one axis read for a range of output pixels, including pixels of the padding."""
     window = layer.window
     assert window is not None
     # The kernel of output pixel p begins at input pixel p * stride - padding.
@@ -507,7 +507,7 @@ def _trace_between(
 def tile_multiplications(
     layers: Sequence[GraphLayer], made: Sequence[Region]
 ) -> list[int]:
-    """Return the multiplications of each layer in a tile that computes the regions ``made`` of the layers' outputs."""
+    """Return the multiplications of each layer in a tile computing the regions ``made`` of the layers' outputs."""
     products = []
     for layer, region in zip(layers, made, strict=True):
         pixels = layer.output[1] * layer.output[2]
@@ -518,7 +518,7 @@ def tile_multiplications(
 def tile_costs(
     layers: Sequence[GraphLayer], made: Sequence[Region], samples: int
 ) -> list[Cost]:
-    """Return the cost of each layer in a tile that computes the regions ``made``, for ``samples`` samples."""
+    """Return the cost of each layer in a tile computing the regions ``made``, for ``samples`` samples."""
     by_layer = []
     for layer, region in zip(layers, made, strict=True):
         _, height, width = layer.output

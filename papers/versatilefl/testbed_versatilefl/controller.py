@@ -113,7 +113,7 @@ class ArrangementController:
 
     @property
     def _group(self) -> int | None:
-        """The number of this device's group of layers; None without neurons."""
+        """The number of the device's group of layers; None without neurons."""
         newest = self._handover.newest
         return None if newest is None else newest.group_of(self._device.name)
 
@@ -300,7 +300,7 @@ class ArrangementController:
             yield from decide_after_window(assignment, self._silent, averages, rules)
 
     def _forget_joined(self) -> None:
-        """Forget requests to join once a newer assignment has answered them."""
+        """Forget requests to join once answered by a newer assignment."""
         version = self.assignment.version
         for name, version_at_request in list(self._joining.items()):
             if version_at_request != version:

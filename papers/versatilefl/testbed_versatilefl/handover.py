@@ -104,7 +104,7 @@ class Handover:
         return replace(self._planned, layers=tuple(layers), version=message.version)
 
     def _add_arrived_neurons(self, assignment: NeuronAssignment) -> None:
-        """Add received neurons, except those that a later assignment than ``assignment`` moves here."""
+        """Add received neurons, except neurons moved here by a later assignment than ``assignment``."""
         current: list[Moved] = []
         later: list[Moved] = []
         for moved in self._moved_messages:
@@ -170,7 +170,7 @@ class Handover:
             await asyncio.wait(self._sends, timeout=timeout)
 
     def _send(self, assignment: NeuronAssignment, moved: Moved) -> None:
-        """Send neurons to the other devices that hold them under an assignment."""
+        """Send neurons to the other devices holding the neurons under an assignment."""
         for owner, neurons in assignment.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
@@ -196,7 +196,7 @@ class Handover:
 
 
 def _select_neurons(moved: Moved, neurons: Channels) -> Moved:
-    """Return the message with some of its neurons alone."""
+    """Return the message with some of the neurons alone."""
     state = {}
     for name, tensor in moved.state.items():
         state[name] = pick(tensor, 0, neurons, moved.neurons)

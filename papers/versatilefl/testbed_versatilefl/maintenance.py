@@ -136,7 +136,7 @@ def is_valid(
 
 
 def merge_rates(received: Sequence[Rates], layers: int) -> Rates:
-    """Return the mean success rate into each of the layers 1 to ``layers`` over the rates that several devices sent.
+    """Return the mean success rate into each of the layers 1 to ``layers`` over the rates sent by several devices.
 
     Each device knows the success rates of its own receptions only. Without any received rates, all rates are 0.
 
@@ -448,7 +448,7 @@ class LayerConfirmation:
 
 
 class ReliableResults:
-    """A `Transmit` that sends the shared results of the output layer reliably, and casts all other values."""
+    """A `Transmit` sending the shared results of the output layer reliably, and casting all other values."""
 
     def __init__(self, mailbox: Mailbox, transmit: Transmit, output_layer: int) -> None:
         """``transmit`` is the strategy for all other values."""

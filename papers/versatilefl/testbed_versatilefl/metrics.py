@@ -87,7 +87,7 @@ def _shares_of_layers(name: str, record: RunView) -> dict[str, float]:
 
 
 def _list_shares(name: str, record: RunView) -> list[dict[str, Any]]:
-    """Return the shares of each layer over time, each over all devices that report in the same step."""
+    """Return the shares of each layer over time, each over all devices reporting in the same step."""
     points = []
     for (_, layer), events in _grouped_events(record, "step", "layer"):
         share = _compute_share(name, events)
@@ -192,7 +192,7 @@ def _last_values(
 
 
 def _share_metrics() -> Iterator[Metric]:
-    """Yield the metrics of all shares: of the run, then of its layers."""
+    """Yield the metrics of all shares: of the run, then of the layers."""
     for name, (_, _, meaning) in _SHARES.items():
         is_brief = name in ("substituted_inputs", "gradients_reused")
         compute = partial(_share_of_run, name)

@@ -217,7 +217,7 @@ def remove_device(
     credibility: Mapping[str, float],
     seed: int,
 ) -> NeuronAssignment:
-    """Return the assignment without a device: the other devices of its group share all neurons by credibility.
+    """Return the assignment without a device: the other devices of the group share all neurons by credibility.
 
     If the device was the only one of its group, no device has the group's neurons until one joins.
 
@@ -289,7 +289,7 @@ def list_moves(
     after: NeuronAssignment,
     devices_without_weights: Collection[str] = (),
 ) -> list[Move]:
-    """Return the neurons that change their device between two assignments.
+    """Return the neurons moving to another device between two assignments.
 
     Neurons that had no device, or one of ``devices_without_weights``, begin with initial weights.
 
@@ -316,7 +316,7 @@ def list_moves(
 def _holder_by_neuron(
     holders: Holders, devices_without_weights: Collection[str]
 ) -> dict[int, str]:
-    """Return the device that has the weights of each neuron of a layer, without neurons whose weights are lost."""
+    """Return the device with the weights of each neuron of a layer, without neurons whose weights are lost."""
     by_neuron: dict[int, str] = {}
     for name, neurons in holders.items():
         if name not in devices_without_weights:

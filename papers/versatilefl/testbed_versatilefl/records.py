@@ -56,7 +56,7 @@ def mean_credibility(table: Ratios, device: str) -> float:
 
 
 def is_silent(latest: Ratios, device: str) -> bool:
-    """Return whether a device has failed: no receiver has received any of its latest casts.
+    """Return whether a device has failed: no receiver has received any of the device's latest casts.
 
     ``latest`` are the received fractions of latest casts. A device without a value in ``latest`` has not failed.
 
@@ -120,7 +120,7 @@ class ReceptionRecords:
             self._lost_in_a_row += 1
 
     def merge_records(self, records: Mapping[str, Sequence[Any]]) -> None:
-        """Store records that are newer than the known ones.
+        """Store records newer than the known ones.
 
         ``records`` maps each receiver to its window and record, with the lists of JSON in place of tuples.
         """
@@ -165,7 +165,7 @@ class ReceptionRecords:
         return previous_window
 
     def receptions_of(self, window: int) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """Return the fractions of latest casts received in a window, and the credibilities after it.
+        """Return the fractions of latest casts received in a window, and the credibilities after the window.
 
         Both map (sender, receiver) to a value, for receivers whose record of this window is known here.
         """
