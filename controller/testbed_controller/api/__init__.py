@@ -94,7 +94,7 @@ class Result:
 
     @property
     def plots(self) -> dict[str, Figure]:
-        """Matplotlib plots of the report by title: notebooks display them, and `savefig` writes files.
+        """Matplotlib plots of the report by title, which notebooks display and `savefig` writes to files.
 
         Raises `InputError` if matplotlib (the extra ``plots``) is not installed.
         """
@@ -169,7 +169,7 @@ class Live:
         return self._ask_lab({"show": None})
 
     def strike(self, **action: Any) -> str:
-        """Apply an action in scenario form, such as ``kill="worker1"``; return the handle for `undo`.
+        """Apply an action in scenario form, for example ``kill="worker1"``; return the handle for `undo`.
 
         Raises `InputError` for an action that a scenario could not have either.
         """
@@ -200,7 +200,7 @@ def live(run: str | None = None) -> Live:
 
 
 def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scenario:
-    """Load a scenario from a file, or by its name in ``scenarios/``, and change some dotted keys.
+    """Load a scenario from a file, or by name from ``scenarios/``, and change some dotted keys.
 
     Raises `InputError` with file, line and key of each mistake.
 
@@ -307,7 +307,7 @@ def emulate(
     lab: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Run a scenario in containers. The options are those of `testbed run`; ``callbacks`` is as in `simulate`.
+    """Run a scenario in containers with the options of `testbed run`; ``callbacks`` is as in `simulate`.
 
     >>> import testbed
     >>> result = testbed.emulate(testbed.load("quickstart"), accept_links=True)  # doctest: +SKIP
@@ -344,7 +344,7 @@ def sweep(
     together: bool = False,
     cluster: Client | str | None = None,
 ) -> Results:
-    """Run a scenario at all combinations of ``values`` (key -> values), or by default at the points of its own sweep.
+    """Run a scenario at all combinations of ``values`` (key -> values), by default at the scenario's sweep points.
 
     ``together`` takes the first values of all keys, then the second ones, and so on. ``cluster`` is a
     `dask.distributed.Client`, or the address of its scheduler, on whose workers the runs are simulated.
@@ -457,7 +457,7 @@ def _silent_console() -> Console:
 
 
 def _in_its_own_loop(act: Callable[[], T]) -> T:
-    """Run a function that starts an event loop; in a new thread if this one has a running loop, as in a notebook."""
+    """Run a function starting an event loop; in a new thread if the current one runs a loop, as in a notebook."""
     # A thread cannot run an event loop within another one.
     try:
         asyncio.get_running_loop()

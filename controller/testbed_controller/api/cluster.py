@@ -48,7 +48,7 @@ Files = dict[str, bytes]
 
 @contextmanager
 def connected(address: str) -> Iterator[Client]:
-    """Connect to the scheduler at an address such as ``tcp://10.0.0.1:8786`` within the block.
+    """Connect to the scheduler at an address like ``tcp://10.0.0.1:8786`` within the block.
 
     Raises InputError if the extra ``cluster`` is not installed, HostError if no scheduler answers.
     """
@@ -155,7 +155,7 @@ class _Batch:
             )
 
     def _start_counter(self, number: int) -> str:
-        """Return the name of the queue that counts the starts of a run."""
+        """Return the name of the queue counting the starts of a run."""
         # Folders of different parents may have the same name.
         return f"{self._runs[number].folder.name}-{number}-{self._id}"
 
@@ -179,7 +179,7 @@ class _Batch:
         return submitted
 
     def _store_result(self, number: int, ended: Future[Files]) -> Path:
-        """Write the files of a finished run to a draft, and rename it, so that the folder appears with all files."""
+        """Write the files of a finished run to a draft and rename the draft, so the folder appears with all files."""
         folder = self._runs[number].folder
         draft = folder.with_name(f".{folder.name}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -192,7 +192,7 @@ class _Batch:
     def _check_loss(
         self, number: int, ended: Future[Files]
     ) -> Literal["again", "given up"] | None:
-        """Decide about a run whose task has ended: repeat it or give it up if workers died; otherwise return None."""
+        """Choose between repeating and giving up a run whose task ended because workers died; otherwise return None."""
         from distributed import KilledWorker, Queue
 
         if not isinstance(ended.exception(), KilledWorker):
@@ -308,7 +308,7 @@ def _allow_failures(dask_scheduler: Any, failures: int) -> None:
 
 
 def _pack_trial(trial: Trial) -> tuple[Trial, Files]:
-    """Return a trial with relative file names, and the Python files that it names."""
+    """Return a trial with relative file names, and the Python files named in the trial."""
     from testbed_controller.results.recorder import with_local_sources
 
     scenario = trial.scenario

@@ -33,7 +33,7 @@ Runtime = Literal["emulate", "simulate"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options for display and recording of a run and, in containers, for its lab."""
+    """Options for display and recording of a run and, in containers, for the lab."""
 
     events: bool = True
     """Whether to write events to the results folder."""
@@ -144,7 +144,7 @@ def _follow_run(
     stream: EventDispatcher,
     options: RunOptions,
 ) -> Outcome:
-    """Execute a trial and show its progress in the terminal."""
+    """Execute a trial and show the progress in the terminal."""
     scenario = prepared.scenario
     weights = initial.weights_for(prepared)
     data = prepared.workload.load(prepared)

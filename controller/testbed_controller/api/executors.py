@@ -47,7 +47,7 @@ Done = Callable[[int, Run], None]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A prepared trial and its results folder."""
+    """A prepared trial with a results folder."""
 
     prepared: Prepared
     folder: Path
@@ -59,7 +59,7 @@ class PlannedRun:
 
 
 class Executor(Protocol):
-    """Executes runs, each with its own results folder."""
+    """Executes runs, each with a separate results folder."""
 
     def execute(
         self, runs: Mapping[int, PlannedRun], console: Console, done: Done
@@ -74,7 +74,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class InTurn:
-    """Executes runs sequentially in this process, until the last one or until the user interrupts."""
+    """Executes runs sequentially in the current process, until the last one or until the user interrupts."""
 
     runtime: Runtime
     options: RunOptions = DEFAULTS
@@ -102,7 +102,7 @@ class InTurn:
 
 @dataclass(frozen=True)
 class Processes:
-    """Simulates several runs in parallel, each in its own process."""
+    """Simulates several runs in parallel, each in a separate process."""
 
     jobs: int
     options: RunOptions = DEFAULTS
@@ -123,7 +123,7 @@ class Processes:
 
 @dataclass(frozen=True)
 class OneRunPerHost:
-    """Executes runs in containers, one at a time per host, each in its own process."""
+    """Executes runs in containers, one at a time per host, each in a separate process."""
 
     hosts: tuple[str, ...]
     options: RunOptions = DEFAULTS
@@ -198,7 +198,7 @@ def _prepare_child(level: int) -> None:
 
 
 def simulate_trial(trial: Trial, folder: Path, options: RunOptions) -> Path:
-    """Simulate a trial received from another process; return its results folder."""
+    """Simulate a trial received from another process; return the results folder."""
     return _execute_run(prepare(trial), "simulate", folder, options)
 
 

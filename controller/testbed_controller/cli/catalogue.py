@@ -58,7 +58,7 @@ show.add_command(data)
 @click.argument("name", required=False)
 @json_option
 def methods(name: str | None, as_json: bool) -> None:
-    """List the available methods with their tasks and options. With NAME, show one of them.
+    """List the available methods with their tasks and options. With NAME, show one method.
 
     \b
     Example:
@@ -356,7 +356,7 @@ def _fitted_device(times: Sequence[LayerTime]) -> DeviceSpec:
 @show.command()
 @json_option
 def profiles(as_json: bool) -> None:
-    """List device profiles, link presets and radios, each with the source of its values.
+    """List device profiles, link presets and radios, each with the source of the values.
 
     The time of a computation on a device is its FLOPs divided by the speed of the profile. Most speeds are results of
     HPL, the best a device reaches in large float64 matrix products: where absolute times matter, measure your own

@@ -33,7 +33,7 @@ from testbed_controller.running import control
 
 
 def section_class(field: FieldInfo) -> type[ConfigModel] | None:
-    """Return the class of the section that a scenario key contains; None for a key with a plain value."""
+    """Return the section class of a scenario key; None for a key with a plain value."""
     # The annotation of an optional key is a union, whose arguments are the class and None.
     for annotation in (field.annotation, *get_args(field.annotation)):
         if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
@@ -71,7 +71,7 @@ def options_of(
 
 
 def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
-    """Return the click type of a key with this JSON schema.
+    """Return the click type of a key with the given JSON schema.
 
     Quantities such as ``50mbit`` are strings in the schema, and the scenario's validators parse them.
     """
@@ -95,7 +95,7 @@ def _help_text(description: str, schema: dict[str, Any]) -> str:
 
 
 def _parse_pairs(text: str) -> dict[str, str]:
-    """Parse the value of an option for a nested section, such as ``p=1%,r=20%``."""
+    """Parse the value of an option for a nested section, for example ``p=1%,r=20%``."""
     pairs = {}
     for item in text.split(","):
         key, equals, value = item.partition("=")
@@ -260,7 +260,7 @@ def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
 
 
 def _flap_links(run_id: str | None, value: Any, for_: str | None) -> None:
-    """Take links down and up for a number of times or a duration, or until Ctrl-C; `control.flap` leaves them up."""
+    """Take links down and up a number of times, for a duration, or until Ctrl-C; `control.flap` leaves the links up."""
     action = parse(ActionPart, {"flap": value}).action
     if for_ is not None and action.reason_against_for is not None:
         raise InputError(action.reason_against_for)
@@ -286,7 +286,7 @@ def _parse_duration_option(text: str) -> float:
 @click.argument("handle")
 @run_option
 def undo(handle: str, run_id: str | None) -> None:
-    """Revert one fault by its handle, such as degrade-1a2b3c or pause:worker1."""
+    """Revert one fault by handle, for example degrade-1a2b3c or pause:worker1."""
     send_request = control.connect(runstate.choose(run_id))
     click.echo(send_request({"undo": handle})["text"])
 
@@ -316,7 +316,7 @@ link.renamed = {"probe": "testbed link measure"}
 def show(
     source: str | None, destination: str | None, run_id: str | None, as_json: bool
 ) -> None:
-    """Show the current links: all, those from SOURCE, or the one from SOURCE to DESTINATION.
+    """Show all current links, the links from SOURCE, or the link from SOURCE to DESTINATION.
 
     The settings are read back from the network interfaces of the devices. The exit status is 1 if they differ from the
     requested links.
@@ -369,7 +369,7 @@ def change(
     run_id: str | None,
     **properties: Any,
 ) -> None:
-    """Change the given properties of the link from SOURCE to DESTINATION while it is in use.
+    """Change the given properties of the link from SOURCE to DESTINATION during use.
 
     Other links are not disturbed. The new values hold for the rest of the run, even after later faults and restarts of
     devices. If an active fault overrides a property, the new value takes effect when the fault ends.
@@ -411,7 +411,7 @@ change.params += options_of(LinkPart)
 def measure(
     source: str | None, destination: str | None, run_id: str | None, as_json: bool
 ) -> None:
-    """Measure the current links: all, those from SOURCE, or the one from SOURCE to DESTINATION.
+    """Measure all current links, the links from SOURCE, or the link from SOURCE to DESTINATION.
 
     Delay and loss are measured on every link between running devices, and the rate on one of all links with the same
     properties. A workload that uses the links at the same time distorts the results. The exit status is 1 if a link is

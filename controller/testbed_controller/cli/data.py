@@ -113,7 +113,7 @@ def data(
 
 
 def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
-    """Return the section ``workload.data`` of a scenario for a data set and split, as the user would write it."""
+    """Return the section ``workload.data`` of a scenario for a data set and split, as written by users."""
     from testbed.ml.data import catalog
     from testbed.ml.workload import DataPart
 

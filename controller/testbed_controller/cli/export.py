@@ -85,7 +85,7 @@ def export() -> None:
 def run(
     folder: Path, format_name: str, metrics: tuple[str, ...], out: Path | None
 ) -> None:
-    """Write the tables of a run (metrics, events, devices, ...) for other programs, or its plots for a paper.
+    """Write the tables of a run (metrics, events, devices, ...) for other programs, or the plots for a paper.
 
     RESULTS_DIR is a folder written by `testbed run`. For a sweep, a single table with a row for each run is written.
     The output lists the written files.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def explaining(console: Console) -> Iterator[None]:
-    """Print the measured links if a run in the block is rejected because of them."""
+    """Print the measured links if the links cause the rejection of a run in the block."""
     from testbed_controller.report.tables import draw_section
     from testbed_controller.report.terminal import measurements_table
     from testbed_controller.running.fidelity import LinksError
@@ -64,7 +64,7 @@ def _error_reason(error: str) -> str:
 
 
 def judge(runs: list[Run]) -> None:
-    """Raise the error that decides the exit status: a failed or diverged run, or a failed expectation."""
+    """Raise the error for the exit status: a failed or diverged run, or a failed expectation."""
     # In the order of importance: an unfinished run misses expectations only because it has not finished.
     for finished in runs:
         _check_finished(finished)

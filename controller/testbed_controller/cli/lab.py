@@ -156,7 +156,7 @@ def _check_selection(
 
 
 def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
-    """Return the engine of each run in containers, and the names of runs that are removable without --everyone."""
+    """Return the engine of each run in containers, and the names of runs removable without --everyone."""
     from testbed_controller.lab.engine import connect_to_all
     from testbed_controller.lab.removal import abandoned_runs, labelled_runs
 
@@ -218,7 +218,7 @@ def _container_rows(
 
 
 def _running_labs() -> dict[str, list[ListedContainer]]:
-    """Return the containers of each run, on this engine and on the hosts of distributed runs."""
+    """Return the containers of each run, on the user's engines and on the hosts of distributed runs."""
     from testbed_controller.hosts.contexts import reach
     from testbed_controller.lab.containers import running_labs
     from testbed_controller.lab.engine import connect_to_all
@@ -315,7 +315,7 @@ def execute(
 def _output_frames(
     client: DockerClient, exec_id: str, input_file: int | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Start a command and yield its output as (number of the stream, bytes).
+    """Start a command and yield the output as (number of the stream, bytes).
 
     ``exec_id`` is the engine's name of the command. If ``input_file`` is a file descriptor, the command reads from it.
     """

@@ -96,7 +96,7 @@ def _format_check(check: HostCheck) -> str:
     help="Remove all of the testbed's images without building any.",
 )
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
-    """Build missing images for the current files, and list them."""
+    """Build missing images for the current files, and list all current images."""
     from testbed_controller.lab.engine import connect, ensure_engine
     from testbed_controller.lab.images import (
         ensure_images,

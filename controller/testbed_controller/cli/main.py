@@ -212,7 +212,7 @@ def testbed(context: click.Context, log_level: str) -> None:
 
 
 class _TerminalHandler(logging.Handler):
-    """Handler that writes to the current standard error, which a live display may have redirected."""
+    """Handler writing to the current standard error, which a live display may have redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
         lines = self.format(record).splitlines()
@@ -223,7 +223,7 @@ _TERMINAL = _TerminalHandler()
 
 
 def log_to_terminal(level: str) -> None:
-    """Log to the terminal at this level and above."""
+    """Log to the terminal at the given level and above."""
     _TERMINAL.setLevel(level.upper())
     _TERMINAL.setFormatter(LineFormatter())
     for name in PACKAGES:
@@ -241,13 +241,13 @@ def _suggest_removal() -> None:
 
 
 def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
-    """Silence a KeyboardInterrupt raised inside ``__del__``, where Python can only print it."""
+    """Silence a KeyboardInterrupt raised inside ``__del__``, where Python can only print the exception."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 
 
 def main() -> None:
-    """Run the command line; print a `TestbedError`, a line for each problem, and exit with its status."""
+    """Run the command line; print a `TestbedError`, a line for each problem, and exit with the error's status."""
     collect_garbage_rarely()
     atexit.register(skip_garbage_at_exit)
     # Handled like Ctrl-C, so that the partial results of a run are written.

@@ -138,7 +138,7 @@ metrics_json_option = click.option(
 
 
 class CommandGroup(click.Group):
-    """A group that lists the full first sentence of each command; click would truncate it."""
+    """A group listing the full first sentence of each command, which click would truncate."""
 
     renamed: Mapping[str, str] = {}
     """Former names of commands, with the command lines that replace them."""
@@ -146,7 +146,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name; for a former name, exit with a message about the replacement."""
+        """Return the command named by the arguments; for a former name, exit with a message about the replacement."""
         name = args[0]
         # A package may add a command under a former name.
         if name in self.renamed and self.get_command(ctx, name) is None:

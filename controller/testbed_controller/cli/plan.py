@@ -168,7 +168,7 @@ class RadioView:
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan in display form; its JSON form has the keys of `testbed plan --json`."""
+    """A plan in display form; the JSON form has the keys of `testbed plan --json`."""
 
     scenario: str
     point: dict[str, Any]
@@ -289,7 +289,7 @@ def _f32_step_time(prepared: Prepared) -> float | None:
 
 
 def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
-    """Return the fastest single device and its step time, if faster than the plan; else None.
+    """Return the name and step time of the fastest single device, if faster than the plan; else None.
 
     Training is compared only if the devices together hold one copy of the model: with more copies, a step does more
     work than a single device would.
@@ -320,7 +320,7 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
 
 
 def _view_data(prepared: Prepared) -> DataView | None:
-    """Return the devices that own training samples; None if the coordinator has all samples."""
+    """Return the devices with training samples; None if the coordinator has all samples."""
     from testbed.ml.data.catalog import train_labels
 
     counts = prepared.workload.sample_counts(prepared)
@@ -447,7 +447,7 @@ def _programs_table(view: PlanView) -> Section:
 
 
 def _pass_kinds(view: PlanView) -> list[str]:
-    """Return the kinds of passes that have separate times; empty for a single kind."""
+    """Return the kinds of passes with separate times; empty for a single kind."""
     kinds: dict[str, None] = {}
     for assignment in view.assignments:
         kinds |= dict.fromkeys(assignment.pass_times)
@@ -498,7 +498,7 @@ def _assignments_table(view: PlanView) -> Section:
 
 
 def _memory_share(view: PlanView, assignment: AssignmentView) -> str:
-    """Return the memory of all assignments of a device, as a share of its memory."""
+    """Return the memory of all assignments of a device, as a share of the available memory."""
     needed = view.memory[assignment.device]
     share = f"{needed / assignment.memory_available:.0%}"
     return "< 1%" if share == "0%" else share
@@ -570,7 +570,7 @@ def _data_table(data: DataView) -> Iterator[Section | str]:
 
 
 def _radio_table(radio: RadioView) -> Iterator[Section | str]:
-    """Yield a table of reception ratios with a row per sender and a column per receiver, headed by its row number."""
+    """Yield a table of reception ratios with a row per sender and a column per receiver, headed by row number."""
     numbers = {name: str(index) for index, name in enumerate(radio.prr, 1)}
     rows = []
     for name, (x, y) in radio.positions.items():

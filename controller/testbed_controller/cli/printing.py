@@ -25,7 +25,7 @@ def make_console(**options: Any) -> Console:
 
 
 def dump(value: object) -> None:
-    """Print JSON, with null for numbers that are not finite, which JSON does not have.
+    """Print JSON, with null for infinity and NaN, which JSON does not have.
 
     >>> dump({"loss": float("nan")})
     {
@@ -95,7 +95,7 @@ def _schema_choices(schema: dict[str, Any]) -> list[Any]:
 def print_catalogue(
     entries: Sequence[dict[str, Any]], describe: Callable[[dict[str, Any]], str]
 ) -> None:
-    """Print a table of options for each entry, such as a method; ``describe`` returns the summary of an entry."""
+    """Print a table of options for each entry, for example a method; ``describe`` returns the summary of an entry."""
     from testbed_controller.report.tables import Cell, Column, Section, draw_section
 
     console = make_console()
@@ -115,7 +115,7 @@ def print_catalogue(
 
 
 def _plain_text(values: Mapping[str, Any]) -> str:
-    """Format values as in a scenario file, without the quotes that JSON has around text."""
+    """Format values as in a scenario file, without JSON's quotes around text."""
     parts = []
     for key, value in values.items():
         text = json.dumps(value).strip('"')

@@ -120,7 +120,7 @@ class RunRequest:
         raise_refused(refused)
 
     def check(self) -> None:
-        """Raise InputError for options that cannot be combined."""
+        """Raise InputError for incompatible options."""
         # An unknown exporter is refused before the first run, not at its start.
         for name in self.streams:
             find_stream(name)
@@ -138,7 +138,7 @@ class RunRequest:
             self._check_parallel(self._parallel_option)
 
     def _check_lab(self) -> None:
-        """Raise InputError for options that a run on an existing lab cannot have."""
+        """Raise InputError for options unavailable to a run on an existing lab."""
         conflicts = {
             "--runtime simulate": self.runtime == "simulate",
             "--resume": self.resume is not None,
@@ -162,7 +162,7 @@ class RunRequest:
             raise InputError(f"--each-on-one-host: {text}")
 
     def _check_parallel(self, option: str) -> None:
-        """Raise InputError for options that parallel runs cannot have; ``option`` makes the runs parallel."""
+        """Raise InputError for options unavailable to parallel runs; ``option`` makes the runs parallel."""
         if option in ("--cluster", "--jobs") and self.runtime != "simulate":
             text = "containers need the host to themselves: add --runtime simulate, or remove"
             raise InputError(f"{option}: {text} {option}")
@@ -182,7 +182,7 @@ class RunRequest:
 
     @property
     def changes(self) -> list[str]:
-        """The changes of the scenario by `--set` and then by options such as `--seed`, as ``KEY=VALUE``."""
+        """The changes of the scenario by `--set` and then by options like `--seed`, as ``KEY=VALUE``."""
         changes = [*self.overrides]
         if self.seed is not None:
             changes.append(f"seed={self.seed}")
@@ -195,7 +195,7 @@ class RunRequest:
         return changes
 
     def _open_lab(self, trial: Trial) -> AnyLab | None:
-        """Open the running lab, after checking that its devices and network match the trial."""
+        """Open the running lab, after checking the devices and the network against the trial."""
         if self.lab is None:
             return None
         from testbed_controller.hosts.lab import open_lab
@@ -386,7 +386,7 @@ def _print_refused(console: Console, refused: Sequence[str]) -> None:
 
 
 def _fix_kernels(trials: Sequence[Trial], runtime: str) -> None:
-    """Select portable kernels for simulations that request them; containers select their own."""
+    """Select portable kernels if a simulation requests reproducibility; containers select their own."""
     if runtime != "simulate":
         return
     if any(each.scenario.workload.is_reproducible for each in trials):
@@ -405,7 +405,7 @@ def _show_all(runs: list[Run], console: Console, *, as_json: bool) -> None:
 
 
 def _weights_file(path: Path) -> Path:
-    """Return the path of a file unchanged; for a results folder, the path of its weights."""
+    """Return the path of a file unchanged; for a results folder, the path of the weights inside."""
     if not path.is_dir():
         return path
     file = path / WEIGHTS

@@ -79,7 +79,7 @@ def init(folder: Path) -> None:
 
 
 def _scenario_name(folder: str) -> str:
-    """Derive a valid scenario name from a folder name, such as ``studie-a`` from ``Studie Ä``."""
+    """Derive a valid scenario name from a folder name, for example ``studie-a`` from ``Studie Ä``."""
     # The decomposed form separates accents from their letters, so that only the accents are lost.
     decomposed = unicodedata.normalize("NFKD", folder)
     letters = decomposed.encode("ascii", "ignore").decode().lower()
@@ -193,7 +193,7 @@ def _advice_for(prepared: Collection[Prepared], runs: Sequence[Trial]) -> Iterat
 
 
 def _count_text(counts: Sequence[int], noun: str) -> str:
-    """Return the count with its noun; a range if the runs of a sweep differ."""
+    """Return the count with a noun; a range if the runs of a sweep differ."""
     lowest, highest = min(counts), max(counts)
     number = str(highest) if lowest == highest else f"{lowest} to {highest}"
     return f"{number} {noun}{'' if highest == 1 else 's'}"

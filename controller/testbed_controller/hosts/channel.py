@@ -107,7 +107,7 @@ class Channel(MeasuredClock):
             time.sleep(0.01)
 
     async def _start_relay(self, engine: EngineAddress, exec_id: str) -> None:
-        """Start the relay, and begin to handle its output and to exchange times."""
+        """Start the relay, the handling of the relay's output, and the exchange of times."""
         reader, self._writer = await _connect(engine)
         self._writer.write(_START_REQUEST.format(exec_id).encode())
         answer = await reader.readuntil(b"\r\n\r\n")
@@ -143,7 +143,7 @@ class Channel(MeasuredClock):
             return self._ports[pid]
 
     async def _listen_for(self, pid: int) -> int:
-        """Open a local port that leads to the control port of a container; return its number."""
+        """Open a local port leading to the control port of a container; return the number of the local port."""
 
         async def forward(
             reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -177,7 +177,7 @@ class Channel(MeasuredClock):
         self.estimator.add(TimeExchange(sent, arrived, answered, self._last_answer))
 
     def measure_rate(self, byte_count: int) -> float:
-        """Measure the rate to the host in bit/s, with a number of bytes that the relay discards."""
+        """Measure the rate to the host in bit/s, with a number of bytes discarded by the relay."""
         measurement = self._send_and_measure(byte_count)
         return asyncio.run_coroutine_threadsafe(measurement, self._loop).result()
 

@@ -29,7 +29,7 @@ OLDEST_VERSION = 19
 
 @dataclass(frozen=True)
 class Host:
-    """A responding engine, and its state in the swarm."""
+    """A responding engine, and the state of the engine in the swarm."""
 
     name: str
     """Name of the docker context."""
@@ -155,7 +155,7 @@ def check_member(host: Host) -> None:
 
 
 def _forward_socket(name: str, url: str) -> Path:
-    """Return the path of a local socket that leads to a remote engine over a single ssh connection.
+    """Return the path of a local socket leading to a remote engine over a single ssh connection.
 
     By default, sshd permits ten sessions on a connection; connections to a forwarded socket do not count as sessions.
     The only session runs `cat`: it ends when this process ends or is killed, and the ssh connection ends with it.
@@ -208,7 +208,7 @@ _SSH_OPTIONS = (
 
 
 def _ssh_arguments(url: str) -> list[str]:
-    """Return the arguments of ssh for the host of a URL, such as ``ssh://user@node1:2222``."""
+    """Return the arguments of ssh for the host of a URL like ``ssh://user@node1:2222``."""
     parts = urlsplit(url)
     port = ["-p", str(parts.port)] if parts.port else []
     user = f"{parts.username}@" if parts.username else ""

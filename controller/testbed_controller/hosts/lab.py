@@ -233,7 +233,7 @@ class HostsLab(RunLab):
         return states
 
     def facts(self) -> dict[str, Any]:
-        """Return the properties for a run's manifest: those of the first host, and under ``hosts`` those of each."""
+        """Return the first host's properties for a run's manifest, with the properties of each host under ``hosts``."""
         part_facts = self._call_on_all(lambda part: part.facts())
         host_facts = dict(zip(self.parts, part_facts, strict=True))
         for name, channel in self._channels.items():
@@ -276,7 +276,7 @@ class HostsLab(RunLab):
         self._part_with(name).start(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
-        """Shape the links of a started device and wait until its agent is healthy."""
+        """Shape the links of a started device and wait until the agent is healthy."""
         if links is not None:
             links = self.shaper.emulated_links(links)
         self._part_with(name).admit(name, links)
@@ -354,7 +354,7 @@ class HostsLab(RunLab):
         self.shaper.set(crossing)
 
     def _explain_blocked_path(self, source: str, destination: str) -> str:
-        """Return an error message that names the ports to open between two hosts."""
+        """Return an error message naming the ports to open between two hosts."""
         api = find_manager(self._hosts).client.api
         name = network_name(self.run_id, "data")
         network = api.inspect_network(name, verbose=True)
@@ -426,7 +426,7 @@ def _provide_images(
 def _choose_build_engine(
     host_by_name: Mapping[str, Host], say: Progress
 ) -> docker.DockerClient:
-    """Return the engine that builds the images: this machine's, or the first host's."""
+    """Return the engine for building the images: the local engine, or the first host's."""
     # A remote engine may be reachable only by ssh, which plain clients do not support.
     engine = chosen_engine()
     if engine.is_local:
@@ -554,14 +554,14 @@ class _Changes:
     def _update(
         self, host: str, change: Callable[[DeviceContainer], DeviceContainer]
     ) -> None:
-        """Change all devices of a host and report them."""
+        """Change and report all devices of a host."""
         part = self._lab.parts[host]
         for name, container in part.devices.items():
             part.devices[name] = change(container)
             self._queue.put(part.devices[name])
 
     def _readmit(self, host: str, silent: float) -> None:
-        """Report the devices of a host again, unless its keeper has removed the run there.
+        """Report the devices of a host again, unless the host's keeper has removed the run.
 
         An ended shaper shows that the run was removed; then the host stays lost.
         """
@@ -587,7 +587,7 @@ AnyLab = Lab | HostsLab
 
 
 def create_lab(trial: Trial, where: LabPart, **options: Any) -> AnyLab:
-    """Create a lab on this machine's engine or on several hosts; options and errors are those of `Lab.create`."""
+    """Create a lab on the local engine or on several hosts, with the options and errors of `Lab.create`."""
     if where.hosts:
         return HostsLab.create(
             trial, where.hosts, where.place, placement=where.placement, **options

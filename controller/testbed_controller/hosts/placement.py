@@ -59,7 +59,7 @@ class Load:
 
 
 class Placement(Protocol):
-    """A function that chooses the host of each device, by name.
+    """A function choosing the host of each device, by name.
 
     ``fixed_hosts`` are the user's choices. ``groups`` are devices that share a radio cell and need a common host.
     `place` verifies that the result agrees with both, and that the memory of each host suffices.
@@ -195,7 +195,7 @@ def _cost(
     links: Mapping[Pair, Link],
     hosts: Mapping[str, Capacity],
 ) -> tuple[float, float, float]:
-    """Return the cost of a host for a group, to be minimised in this order.
+    """Return the cost of a host for a group, to be minimised in lexicographic order.
 
     The values are the lacking memory in bytes, the load per core, and the total rate of the group's links to other
     hosts in bit/s.
@@ -285,7 +285,7 @@ def describe_placement(
 
 
 class HostFaultPart(ConfigModel):
-    """A fault of all devices on one or several hosts, with its time; see `FaultPart`."""
+    """A timed fault of all devices on one or several hosts; see `FaultPart`."""
 
     kill_host: str | None = Field(None, description="kill all devices of the host")
     restart_host: str | None = Field(
@@ -342,7 +342,7 @@ class HostFaultPart(ConfigModel):
 
 
 class LabPart(ConfigModel):
-    """The location of runs: several hosts, or by default this machine's engine."""
+    """The location of runs: several hosts, or by default the local engine."""
 
     hosts: tuple[str, ...] = Field(
         (), description="docker contexts of engines in one swarm"
@@ -421,7 +421,7 @@ def _devices_of(host: str, host_by_device: Mapping[str, str]) -> list[str]:
 def _require_devices(
     host: str, host_by_device: Mapping[str, str], action: str
 ) -> list[str]:
-    """Return the devices of a host; raises InputError if there are none."""
+    """Return the devices of a host; raises InputError for a host without devices."""
     devices = _devices_of(host, host_by_device)
     if not devices:
         known = ", ".join(sorted({*host_by_device.values()}))

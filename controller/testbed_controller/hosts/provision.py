@@ -55,7 +55,7 @@ _REPORT_BYTES = 200 << 20
 def copy_images(
     source: docker.DockerClient, hosts: Iterable[Host], tags: Iterable[str], say: Say
 ) -> None:
-    """Copy the images with these tags to all hosts that lack them, several hosts at once.
+    """Copy missing images with the given tags to all hosts, several hosts at once.
 
     Raises HostError if a host refuses.
     """
@@ -105,7 +105,7 @@ def _report_progress(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[b
 def make_overlay(
     manager: Host, hosts: Iterable[Host], run: str, within: str, devices: int
 ) -> IPv4Network:
-    """Create a run's overlay network for a number of devices; return its subnet, chosen from the range ``within``.
+    """Create a run's overlay network for a number of devices; return the subnet, chosen from the range ``within``.
 
     The devices use the first half of the subnet; each engine takes an address from the second. Raises HostError if the
     manager refuses, or if every subnet is taken on a host.
@@ -131,7 +131,7 @@ def _halved_pools(subnets: Iterable[IPv4Network]) -> Iterator[IPAMPool]:
 
 
 def make_keeper(host: Host, state: RunState, image: str) -> str:
-    """Create and start a run's keeper on a host; return the name of its container."""
+    """Create and start a run's keeper on a host; return the name of the container."""
     lease = {} if state.lease is None else {LEASE: f"{LEASE_SECONDS:g}"}
     settings = container_settings(
         state,

@@ -180,7 +180,7 @@ def sample_links(
 def path_delays(
     measurements: Iterable[LinkMeasurement], host_by_device: Mapping[str, str]
 ) -> dict[HostPath, float]:
-    """Return the delay of each path in seconds: the measured delay minus the requested delay of a link on it.
+    """Return the delay of each path in seconds: the measured delay minus the requested delay of a link on the path.
 
     During the measurements, the full requested delays must have been emulated.
     """
@@ -468,7 +468,7 @@ class Shapers:
 
 
 def merge_statistics(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the statistics of several shapers: each key has the largest of its numbers, or the first of its texts.
+    """Merge the statistics of several shapers: each key has the largest number, or the first text.
 
     >>> merge_statistics([{"host_load": 0.5, "backend": "netem"}, {"host_load": 0.9, "backend": "netem"}])
     {'host_load': 0.9, 'backend': 'netem'}

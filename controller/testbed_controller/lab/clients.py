@@ -167,7 +167,7 @@ class AgentError(TestbedError):
 
 
 class AgentGone(AgentError):  # noqa: N818 - a state of the device
-    """The agent does not respond: its device is dead, disconnected or booting."""
+    """The agent does not respond: the device is dead, disconnected or booting."""
 
 
 class Agent:
@@ -233,7 +233,7 @@ class Agent:
         self._request("POST", "/lease", seconds=CONNECT_SECONDS)
 
     def set_speed(self, factor: float) -> None:
-        """Set the device's speed as a multiple of its speed in the scenario, also for the current task."""
+        """Set the device's speed as a multiple of the speed in the scenario, also for the current task."""
         self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})
 
     def set_links(

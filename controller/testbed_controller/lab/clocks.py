@@ -194,7 +194,7 @@ class OffsetEstimator:
 
 
 class MeasuredClock(HostClock):
-    """The clock of a host that is another machine, measured by exchanges of times."""
+    """The clock of a remote host, measured by exchanges of times."""
 
     def __init__(self) -> None:
         self.estimator = OffsetEstimator()

@@ -144,7 +144,7 @@ def _retry_requests(client: docker.DockerClient) -> None:
 
 
 class _RetryingAdapter(BaseAdapter):
-    """A transport adapter that repeats requests while the engine is silent, for example during a restart.
+    """A transport adapter repeating requests while the engine is silent, for example during a restart.
 
     Raises HostError after `PATIENCE` seconds. A repeated request may already have been executed, so callers choose
     names themselves and treat a name conflict as success.

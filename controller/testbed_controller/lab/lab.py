@@ -366,7 +366,7 @@ class Lab(RunLab):
         self.inspect(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
-        """Shape the links of a started device and wait until its agent is healthy.
+        """Shape the links of a started device and wait until the agent is healthy.
 
         The links have their current properties, including active faults; ``links`` replaces the properties of some
         links before.
@@ -596,7 +596,7 @@ class ContainerChanges:
     """
 
     def __init__(self, lab: Lab, on_return: Callable[[float], None]) -> None:
-        """``on_return`` is called with the duration of the engine's absence, in seconds, when it responds again."""
+        """When the engine responds again, ``on_return`` is called with the duration of the absence in seconds."""
         self._lab = lab
         self._on_return = on_return
         self._yielded: dict[str, tuple[str, int]] = {}
@@ -606,7 +606,7 @@ class ContainerChanges:
         """The engine's present stream of events."""
 
     def __iter__(self) -> Iterator[DeviceContainer]:
-        """Yield each container initially, and after every change of its state or process.
+        """Yield each container initially, and after every change of state or process.
 
         Ends after `close`. Raises HostError if the engine stops responding.
         """

@@ -28,7 +28,7 @@ def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
 
 
 def describe_small_memory(devices: Iterable[DeviceSpec], *, torch: bool) -> str | None:
-    """Return an error that names the devices with too little memory for an agent; None if all have enough."""
+    """Return an error naming the devices with too little memory for an agent; None if all have enough."""
     needed = TORCH_AGENT if torch else AGENT
     small = []
     for device in devices:

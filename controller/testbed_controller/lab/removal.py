@@ -44,7 +44,7 @@ def labelled_runs(client: docker.DockerClient) -> set[str]:
 
 
 def _run_of(entry: Mapping[str, Any]) -> str:
-    """Return the run that a listed container, network or volume belongs to."""
+    """Return the run of a listed container, network or volume."""
     return str(entry["Labels"][RUN])
 
 
@@ -95,7 +95,7 @@ def remove_from(
     recheck: bool = True,
     networks: bool = True,
 ) -> int:
-    """Remove a run from one engine of several, and keep its state file; raises `HostError`.
+    """Remove a run from one engine of several, and keep the state file; raises `HostError`.
 
     Without ``networks``, the swarm's networks stay, since they can be removed only after an absent host returns.
     """

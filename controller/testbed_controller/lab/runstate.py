@@ -176,13 +176,13 @@ def choose(run: str | None) -> str:
 
 
 def forget(run: str) -> None:
-    """Delete the state file and its companion files, if present."""
+    """Delete the state file and the companion files, if present."""
     for path in state_folder().glob(f"{run}.*"):
         path.unlink(missing_ok=True)
 
 
 def writing(results: Path) -> str:
-    """Return the run that writes to a results folder; raises InputError if none does."""
+    """Return the run writing to a results folder; raises InputError if none does."""
     for state in readable():
         if state.results == str(results):
             return state.run

@@ -339,7 +339,7 @@ def fetch_program_wheels(
 
 
 def _parse_requirements(packages: Iterable[str]) -> list[Requirement]:
-    """Return the packages that have a name; paths and addresses, which pip accepts too, have none."""
+    """Return the packages with a name; paths and addresses, which pip accepts too, have none."""
     named = []
     for text in packages:
         with suppress(InvalidRequirement):

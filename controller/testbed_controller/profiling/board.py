@@ -73,7 +73,7 @@ def one_thread() -> Iterator[None]:
 
 
 def training_seconds(module: nn.Module, inputs: torch.Tensor) -> float:
-    """Return the minimum processor time in seconds of the forward pass plus that of the backward pass.
+    """Return the minimum time of the forward pass plus the minimum of the backward pass, in processor seconds.
 
     ``inputs`` have the shape (samples, ...) of the module's input.
     """
@@ -95,7 +95,7 @@ def training_seconds(module: nn.Module, inputs: torch.Tensor) -> float:
 def fit_rates(
     work: Sequence[tuple[float, ...]], *, relative: bool = False
 ) -> tuple[float | None, ...]:
-    """Return the rates that best predict layer times, one for each kind of work.
+    """Return the rates with the best prediction of layer times, one for each kind of work.
 
     A row of ``work`` is a layer: its amounts of each kind of work, such as FLOPs and bytes, and its time in seconds.
     The predicted time is the sum of the amounts divided by their rates, fitted by least squares of the absolute or
@@ -204,7 +204,7 @@ _LAYERS_WITHOUT_FLOPS: tuple[tuple[str, Callable[[int], nn.Module]], ...] = (
 
 
 def update_seconds(values: int) -> float:
-    """Return the processor time in seconds of one step of SGD with this number of weights."""
+    """Return the processor time in seconds of one step of SGD with ``values`` weights."""
     weights = nn.Parameter(torch.zeros(values))
     weights.grad = torch.zeros(values)
     optimizer = torch.optim.SGD([weights], lr=0.1)

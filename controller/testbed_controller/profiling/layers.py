@@ -27,7 +27,7 @@ class LayerTime:
 
 
 def measure_layers(model: Model, batch_size: int) -> list[LayerTime]:
-    """Measure the training of each layer on random values, with one thread of this machine."""
+    """Measure the training of each layer on random values, with one thread."""
     measurements = []
     with board.one_thread():
         for unit in model.units:
@@ -56,7 +56,7 @@ def measure_whole(model: Model, batch_size: int) -> float:
 
 
 def fit_rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:
-    """Return speed (FLOP/s) and memory rate (bytes/s) that best fit the layers. Raises ValueError without a fit."""
+    """Return the best-fitting speed (FLOP/s) and memory rate (bytes/s). Raises ValueError without a fit."""
     rows = []
     for layer in times:
         flops, accessed, *_ = layer.cost.of()

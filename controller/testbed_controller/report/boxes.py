@@ -24,7 +24,7 @@ MAX_PICTURES = 16
 
 
 def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, bytes]]:
-    """Yield (file name, PNG) of the first requested pictures, each with the boxes of its first answer."""
+    """Yield (file name, PNG) of the first requested pictures, each with the boxes of the first answer."""
     first_answers: dict[int, Mapping[str, Any]] = {}
     for event in EventLog.made_of(events).of("objects"):
         # A later request may ask for the same picture again.
@@ -35,7 +35,7 @@ def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, b
 
 
 def write(folder: Path, events: Sequence[Event], dataset: Dataset) -> None:
-    """Write the pictures of a run as ``boxes-<sample>.png`` into its folder; none without Pillow."""
+    """Write the pictures of a run as ``boxes-<sample>.png`` into the run's folder; none without Pillow."""
     if find_spec("PIL") is None:
         return
     for name, content in pictures(events, dataset):

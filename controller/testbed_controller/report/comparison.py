@@ -211,7 +211,7 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
 def _mean_lines(
     grouped: Mapping[str, Sequence[Run]], name: str, **options: Any
 ) -> list[Line]:
-    """Return the mean curve of each group with data; ``options`` are those of `curve`."""
+    """Return the mean curve of each group with data; ``options`` are passed to `curve`."""
     lines = []
     for (label, runs), style in zip(grouped.items(), STYLES, strict=False):
         line = mean_line(label, [curve(run, name, **options) for run in runs], *style)
@@ -267,7 +267,7 @@ _SERIES_OF = {
 def mean_line(
     name: str, curves: Sequence[Points], colour: str, dash: Dash = "solid"
 ) -> Line:
-    """Return the mean of curves over their common x range, with its 95% confidence interval (Student).
+    """Return the mean of curves over their common x range, with the 95% confidence interval (Student).
 
     The x values are those of the first curve; the other curves are interpolated linearly. Empty curves are ignored.
 

@@ -45,12 +45,12 @@ def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
 
 
 def format_metric(name: str, value: Any, metrics: Mapping[str, Metric]) -> str:
-    """Format a value of metrics.json by the kind of its metric."""
+    """Format a value of metrics.json by the kind of the metric."""
     return formats.of_kind(metric_kind(name, metrics), value)
 
 
 def fill_template(template: str, run: Run) -> str | None:
-    """Return a template of `testbed.trace.metrics_spec.Row` with the values of its metrics; None if one is missing."""
+    """Return a template of `testbed.trace.metrics_spec.Row` filled with metric values; None if one is missing."""
     texts: dict[str, str] = {}
     for name in _METRIC_REFERENCE.findall(template):
         value = metric_value(run.metrics, name)
@@ -62,7 +62,7 @@ def fill_template(template: str, run: Run) -> str | None:
 
 
 def tables(run: Run) -> Iterator[Section]:
-    """Yield the declared tables that have rows.
+    """Yield the declared tables with rows.
 
     The terminal shows the first sentence of the note, and the last 12 rows: these tables usually list events over time.
     """
@@ -110,7 +110,7 @@ class MethodChart:
 
 
 def curves(run: Run) -> Iterator[MethodChart]:
-    """Yield the declared charts that have points."""
+    """Yield the declared charts with points."""
     for curve in run.declared.curves:
         # One line for each value of the key `by`, such as the device; without the key, a single unnamed line.
         points: dict[str, list[tuple[float, float]]] = {}

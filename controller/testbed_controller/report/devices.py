@@ -84,7 +84,7 @@ def _label_devices(
     units: Mapping[str, str],
     area: tuple[float, float],
 ) -> None:
-    """Label each device with its name and units, above or below its position to avoid other labels."""
+    """Label each device with name and units, above or below the position to avoid other labels."""
     width, height = area
     # Positions of the devices with a label above them.
     labelled_above: list[Position] = []

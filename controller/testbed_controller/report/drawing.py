@@ -88,7 +88,7 @@ def save_all(folder: Path, charts: Iterable[Chart]) -> list[str]:
 
 @mpl.rc_context(STYLE)
 def inline(plot: Plot, title: str) -> Markup:
-    """Return the plot as an SVG element for a page with style.css; ``title`` is its text for screen readers."""
+    """Return the plot as an SVG element for a page with style.css; ``title`` is the text for screen readers."""
     buffer = io.StringIO()
     draw(plot).savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     file = buffer.getvalue()

@@ -118,7 +118,7 @@ def combine_links(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
 
 
 def _describe_request(row: Mapping[str, Any]) -> str:
-    """Format the requested properties of a link, with the rate limit of its devices' access or cell."""
+    """Format the requested properties of a link, with the rate limit of the devices' access or cell."""
     link = row["requested"]
     # Without the limit, a link behind a slow access would be shown as "unlimited".
     limit = row.get("rate_at_best")

@@ -290,7 +290,7 @@ def _ownership_charts(run: Run) -> Iterator[Chart]:
 def _method_chart(
     curve: MethodChart, make_plot: Callable[..., LinePlot], end: float
 ) -> Chart:
-    """Return a chart that the method defines, with at most as many lines as there are styles."""
+    """Return a chart defined by the method, with at most as many lines as there are styles."""
     lines = []
     for (name, points), style in zip(curve.lines, STYLES, strict=False):
         has_marks = len(points) <= MAX_MARKED_POINTS

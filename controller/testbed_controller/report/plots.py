@@ -231,7 +231,7 @@ def _draw_intervals(
     scale: _Scale,
     transform: Transform,
 ) -> None:
-    """Draw the confidence intervals of a line as error bars at its marks, or as a band if it has few marks."""
+    """Draw the confidence intervals of a line as error bars at the marks, or as a band with few marks."""
     colour = COLOURS[line.colour]
     if line.is_marked:
         style = {"transform": transform, "ecolor": colour}
@@ -359,7 +359,7 @@ def _draw_series(
     *,
     is_labelled: bool,
 ) -> None:
-    """Draw the bars of one series; ``offset`` is the distance from the middle of a group to the middle of its bar."""
+    """Draw the bars of one series; ``offset`` is the distance from the middle of a group to the middle of the bar."""
     groups, values, half_widths = _finite_bars(bars)
     # The middle of a group is at its number.
     xs = offset + np.array(groups)

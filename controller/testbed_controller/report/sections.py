@@ -117,7 +117,7 @@ def _devices_section(run: Run) -> Section:
 def _device_cell_makers(
     run: Run, *, has_reasons: bool, has_been_down: bool
 ) -> dict[Column, Callable[[_DeviceRow], Cell]]:
-    """Return the columns of the table of devices, each with the function that makes its cells."""
+    """Return the columns of the table of devices, each with the function making the cells."""
     units = units_of_devices(run)
     makers: dict[Column, Callable[[_DeviceRow], Cell]] = {
         Column("Device", "name"): lambda row: Cell(row.name)

@@ -130,7 +130,7 @@ def _runs_cell(point: Point) -> Cell:
 
 @dataclass(frozen=True)
 class _MetricColumn:
-    """A metric as a table column, in the unit of its largest value."""
+    """A metric as a table column, in the unit of the largest value."""
 
     name: str
     heading: str

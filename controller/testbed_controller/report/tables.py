@@ -170,7 +170,7 @@ class VisibleConsole(Console):
 
 
 def draw_section(section: Section, width: int) -> Group:
-    """Render a section for a terminal of this width.
+    """Render a section for a terminal of the given width.
 
     In a table too wide for the terminal, notes of numbers move below their numbers, and cells are wrapped.
     """
@@ -255,7 +255,7 @@ def _split_columns(
 
 
 def _fits(section: Section, width: int) -> bool:
-    """Return whether a section can be drawn at this width without breaking a word across lines.
+    """Return whether a section can be drawn at the given width without breaking a word across lines.
 
     Rich breaks words without any notice if a table is too narrow, so the drawn words are compared with the words of the
     cells.
@@ -319,7 +319,7 @@ def _make_table(
 
 
 def _is_shown(column: Column, width: int) -> bool:
-    """Return whether a column is shown on a terminal of this width."""
+    """Return whether a column is shown on a terminal of the given width."""
     return not column.shown_on or (column.shown_on == "wide" and width >= WIDE)
 
 

@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 def select_notable(
     items: Sequence[Item], measures: Mapping[str, Callable[[Item], float]]
 ) -> list[tuple[Item, str]]:
-    """Return the selected items, each with the reason for its selection: the names of measures.
+    """Return the selected items, each with the reason for the selection: the names of measures.
 
     Up to `MAX_SHOWN` items are all returned, with empty reasons. Of more items, those with the largest positive value
     of each measure are selected; of equal items, the first ones.
@@ -45,7 +45,7 @@ def select_notable(
 
 
 def notable_devices(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the names of notable devices with the reasons; ``devices`` are those of the metrics."""
+    """Return the names of notable devices with the reasons; ``devices`` come from the metrics."""
 
     def busy_share(name: str) -> float:
         row = devices[name]
@@ -66,7 +66,7 @@ def notable_devices(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def notable_links(
     links: Sequence[Mapping[str, Any]],
 ) -> list[tuple[Mapping[str, Any], str]]:
-    """Return notable links with the reasons; ``links`` are those of the metrics."""
+    """Return notable links with the reasons; ``links`` come from the metrics."""
     measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "out of tolerance": lambda link: link["problem"] is not None,
         "lost most casts": lambda link: link["casts"] - link["casts_heard"],

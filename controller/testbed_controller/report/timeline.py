@@ -189,7 +189,7 @@ def _merged_bars(
 def _outside(
     intervals: Intervals, end: float, excluded_spans: Sequence[Interval]
 ) -> Intervals:
-    """Return the intervals (n, 2) that begin before ``end`` and overlap none of the excluded spans."""
+    """Return the intervals (n, 2) beginning before ``end`` and overlapping none of the excluded spans."""
     starts, stops = intervals[:, 0], intervals[:, 1]
     is_excluded = starts > end
     for span_start, span_end in excluded_spans:
@@ -200,7 +200,7 @@ def _outside(
 def _compact_bar(
     bar: Bar, devices: Sequence[str], word_index: Mapping[str, int]
 ) -> list[Any]:
-    """Return a bar as the list that `timeline` describes."""
+    """Return a bar as the list described in `timeline`."""
     row: list[Any] = [
         devices.index(bar.device),
         KINDS.index(bar.kind),

@@ -136,7 +136,7 @@ def _group_repetitions(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a short label for each run; for runs of one sweep, only the values in which they differ."""
+    """Return a short label for each run; for runs of one sweep, only the differing values."""
     parts_of_runs = [_name_parts(run) for run in runs]
     labels = [",".join(parts) for parts in parts_of_runs]
     part_counts = {len(parts) for parts in parts_of_runs}
@@ -200,7 +200,7 @@ def _scenario_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def is_below(key: str, other: str) -> bool:
-    """Return whether a dotted key equals another key or is part of its section.
+    """Return whether a dotted key equals another key or belongs to the other key's section.
 
     >>> is_below("network.link.rate", "network.link"), is_below("networks", "network")
     (True, False)
@@ -213,7 +213,7 @@ def _is_below_any(key: str, others: Iterable[str]) -> bool:
 
 
 def _metric_rows(groups: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each compared metric that any group has, with a value for each group."""
+    """Yield a row for each compared metric of any group, with a value for each group."""
     for name, metric in all_metrics([*chain.from_iterable(groups)]).items():
         if not metric.compared:
             continue
@@ -237,7 +237,7 @@ def _metric_rows(groups: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
 
 
 def _mean_interval(values: Sequence[Any]) -> tuple[Any, float | None]:
-    """Return the mean of numbers and the half width of its interval; without numbers, the first value and None."""
+    """Return the mean of numbers and the half width of the interval; without numbers, the first value and None."""
     numbers = [value for value in values if is_number(value)]
     if not numbers:
         return values[0], None
@@ -245,7 +245,7 @@ def _mean_interval(values: Sequence[Any]) -> tuple[Any, float | None]:
 
 
 def _ratio_to_first(value: Any, first: Any) -> float | None:
-    """Return the ratio of two numbers; None for other values, such as texts, and for a first value of 0."""
+    """Return the ratio of two numbers; None for other values, for example texts, and for a first value of 0."""
     if not is_number(value) or not is_number(first) or first == 0:
         return None
     return value / first
@@ -265,7 +265,7 @@ def _device_shares(
 
 
 def _mean_shares(device: str, runs: Sequence[Run]) -> dict[str, float] | None:
-    """Return the mean activity shares of a device over several runs; None if absent from all of them."""
+    """Return the mean activity shares of a device over several runs; None if absent from all runs."""
     rows = []
     for run in runs:
         if device in run.metrics["devices"]:
@@ -298,7 +298,7 @@ class _CheckedGroups:
         return len({run.trial.scenario.workload.own_programs for run in self.runs}) > 1
 
     def is_intended(self, key: str) -> bool:
-        """Return whether a difference in a key needs no warning, as a sweep or repetitions ask for it."""
+        """Return whether a difference in a key needs no warning, for example because of a sweep or of repetitions."""
         # A name has no effect: scenarios that are made to be compared have different names.
         if key == "name" or self._is_swept(key):
             return True
@@ -308,7 +308,7 @@ class _CheckedGroups:
         return self.mixes_programs and key.startswith("workload.")
 
     def _has_seeds_of_repetitions(self) -> bool:
-        """Return whether the seeds of all runs may be those of the repetitions of one scenario."""
+        """Return whether the seeds of all runs may belong to the repetitions of one scenario."""
         seeds: dict[int, int] = {}
         for run in self.runs:
             seed = run.trial.scenario.seed
@@ -390,14 +390,14 @@ _CHECKS = (
 
 
 def _processors_of(run: Run) -> list[dict[str, Any]]:
-    """Return the processors that computed a run; empty if no device or run had torch."""
+    """Return the processors used by a run; empty if no device or run had torch."""
     processors = run.manifest.get("host", {}).get("computing", ())
     # A device without torch is recorded as null.
     return [each for each in processors if each is not None]
 
 
 def _describe_processors(run: Run) -> str:
-    """Return the processors, instruction sets and torch versions that a run's numerics depend on."""
+    """Return the processors, instruction sets and torch versions relevant to a run's numerics."""
     fixed = " with fixed kernels" if run.trial.scenario.workload.is_reproducible else ""
     return kernels.named(_processors_of(run)) + fixed
 

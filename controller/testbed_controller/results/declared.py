@@ -48,7 +48,7 @@ _GROUPED_NAME = re.compile(r"(?P<group>[^.<]+)\.<[^.<>]+>(?:\.(?P<field>[^.]+))?
 
 
 def metrics_spec_of_trial(trial: Trial) -> MetricsSpec:
-    """Return the metric definitions of a trial's method and workload; imports a method of the user from its file."""
+    """Return the metric definitions of a trial's method and workload; imports a user's method from a file."""
     return metrics_spec_of(find_method(trial.scenario), trial.scenario.workload)
 
 
@@ -116,7 +116,7 @@ def _spec_as_data(spec: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, An
 
 
 def _metric_data(metric: Metric) -> dict[str, Any]:
-    """Return the definition of a metric without its function."""
+    """Return the definition of a metric without the function."""
     return {
         "name": metric.name,
         "kind": metric.kind,
@@ -195,7 +195,7 @@ def _restore_table(stored: Mapping[str, Any]) -> Table:
 
 
 def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Return a metric from ``metrics.json``; for a name such as ``layers.<layer>.age``, the values by layer."""
+    """Return a metric from ``metrics.json``; for a name like ``layers.<layer>.age``, the values by layer."""
     grouped = _GROUPED_NAME.fullmatch(name)
     if grouped is None:
         return metrics.get(name)
@@ -211,5 +211,5 @@ def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def _constant_function(value: Any) -> Any:
-    """Return a function of one argument, such as a run's record, that always returns ``value``."""
+    """Return a function of one argument, for example a run's record, with the constant result ``value``."""
     return lambda _: value

@@ -63,7 +63,7 @@ def trial_in(folder: Path) -> Trial:
 
 
 class _ManifestTypes(TypedDict, total=False):
-    """Types of the manifest's values that other modules rely on; their readers report missing keys."""
+    """Types of the manifest's values used by other modules; readers report missing keys."""
 
     point: dict[str, Any]
     repetition: int
@@ -128,7 +128,7 @@ def _read_trial(folder: Path, manifest: Mapping[str, Any]) -> Trial:
 
 
 def load(folder: Path) -> Run:
-    """Load a run and recompute its metrics from the events. Raises `InputError` for a missing run.
+    """Load a run and recompute the metrics from the events. Raises `InputError` for a missing run.
 
     A run that crashed, with a truncated last event and no metrics, is loaded as an interrupted run.
     """
@@ -140,7 +140,7 @@ def load(folder: Path) -> Run:
 
 
 def load_metrics(folder: Path) -> Run:
-    """Load a run without its events, with the stored metrics, or recomputed ones if the stored ones are incomplete."""
+    """Load a run without events, with the stored metrics, or recomputed ones if the stored ones are incomplete."""
     if not is_complete(folder):
         return load(folder).without_events()
     stored = _read_json(folder / "metrics.json")
@@ -152,20 +152,20 @@ def load_metrics(folder: Path) -> Run:
 
 
 def load_any(folder: Path) -> Run:
-    """Load a run with its events if available."""
+    """Load a run, with events if available."""
     if (folder / "events.jsonl").is_file():
         return load(folder)
     return load_metrics(folder)
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a run has ended and its metrics are stored."""
+    """Return whether a run has ended and the metrics are stored."""
     status = _read_manifest(folder).get("status")
     return status != RUNNING and (folder / "metrics.json").is_file()
 
 
 def _load_run(folder: Path, events: EventLog, stored: dict[str, Any] | None) -> Run:
-    """Load a run with these events; ``stored`` are its metrics, None to compute them from the events."""
+    """Load a run with ``events`` and the ``stored`` metrics, computed from the events if None."""
     manifest = _read_manifest(folder)
     fidelity: dict[str, Any] = {}
     # The file is missing if the testbed was killed during the run.
@@ -218,7 +218,7 @@ def _load_run(folder: Path, events: EventLog, stored: dict[str, Any] | None) -> 
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return the folders of all runs in a results folder, which may be that of one run or of a sweep.
+    """Return the folders of all runs in the results folder of one run or of a sweep.
 
     The runs of a sweep are in the order of the scenario; folders that its summary lacks follow, by name. A folder
     without runs is returned unchanged, so that loading it reports the error.
@@ -248,7 +248,7 @@ def _names_in_summary(folder: Path) -> list[str]:
 def keep_finished_runs(
     folders: Sequence[Path], trials: Sequence[Trial]
 ) -> dict[int, Run]:
-    """Prepare the folders of a sweep, one for each trial, to be resumed: delete those of unfinished runs.
+    """Prepare the folders of a sweep, one for each trial, to be resumed: delete the folders of unfinished runs.
 
     Returns the finished runs without events, by their index in ``folders``. Raises InputError if a folder contains a
     run of another scenario.
@@ -272,14 +272,14 @@ def keep_finished_runs(
 
 
 def _fixed_values(scenario: Scenario) -> dict[str, Any]:
-    """Return the values of a scenario that must be equal to resume a run."""
+    """Return the values of a scenario required to be equal for resuming a run."""
     return scenario.model_dump(
         mode="json", by_alias=True, exclude=set(_KEYS_FREE_TO_CHANGE), exclude_none=True
     )
 
 
 def _natural_order(path: Path) -> list[tuple[bool, float, str]]:
-    """Return a sort key that orders numbers in a name by value: ``rate=5`` before ``rate=10``."""
+    """Return a sort key ordering numbers in a name by value: ``rate=5`` before ``rate=10``."""
     key = []
     # With a group in its pattern, `split` returns text and numbers in turns, and numbers have odd indices.
     for index, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", path.name)):
@@ -372,7 +372,7 @@ def _add_parsed(
 def _parse_one_by_one(
     path: Path, lines: Sequence[str], first_number: int
 ) -> list[Event]:
-    """Parse lines of which one is damaged, such as the truncated last line of an interrupted run, which is skipped.
+    """Parse lines and skip a damaged one, for example the truncated last line of an interrupted run.
 
     ``first_number`` is the number of the first line in the file, for error messages.
     """
@@ -415,7 +415,7 @@ def _find_invalid_field(event: Event) -> str | None:
 
 @dataclass
 class Progress:
-    """Progress of a run according to its last events."""
+    """Progress of a run according to the last events."""
 
     time: float = 0.0
     """Time of the last event in seconds of the run."""

@@ -112,7 +112,7 @@ def _assign_tracks(
 
 
 def _split_lanes(charted: Sequence[Bar]) -> list[list[Bar]]:
-    """Split bars, sorted by start, into as few lanes as possible, so that the bars of a lane do not overlap."""
+    """Split bars, sorted by start, into as few lanes as possible without overlapping bars in a lane."""
     bars_of_lanes: list[list[Bar]] = []
     numbers = lanes((bar.start, bar.end) for bar in charted).tolist()
     for bar, number in zip(charted, numbers, strict=True):
@@ -124,7 +124,7 @@ def _split_lanes(charted: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
-    """Pair each send with its reception, of the same message type and size between the same devices.
+    """Pair each send with the reception of the same message type and size between the same devices.
 
     A reception belongs to the earliest unpaired send that overlaps it in time; both may be without a partner.
     """
@@ -217,7 +217,7 @@ def _flow_records(
     received: Bar,
     destination: TrackId,
 ) -> list[dict[str, Any]]:
-    """Return the records of both ends of a flow; an end inside a slice binds the flow to this slice."""
+    """Return the records of both ends of a flow; an end inside a slice binds the flow to the slice."""
     common = {"name": "message", "cat": "message", "id": number}
     # In the middle, the end is inside the slice of the reception, despite the rounding of times.
     middle = _to_microseconds((received.start + received.end) / 2)
@@ -242,7 +242,7 @@ def _flow_records(
 
 
 def _window_records(log: EventLog, end: float) -> list[dict[str, Any]]:
-    """Return slices from each fault to its end, and from each detection to the end of the recovery."""
+    """Return slices from the start to the end of each fault, and from each detection to the end of the recovery."""
     process = FAULT_PROCESS
     records = [
         _metadata_record("thread_name", process, FAULT_THREAD, "faults"),

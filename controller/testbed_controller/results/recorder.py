@@ -250,7 +250,7 @@ class Recorder:
         return run
 
     def abandon(self, error: BaseException) -> None:
-        """Record the error of a run without an outcome; a run that never started leaves no folder.
+        """Record the error of a run without an outcome; a run without events leaves no folder.
 
         After `finish`, the results are complete and are not changed.
         """
@@ -290,7 +290,7 @@ def _folder_taken(folder: Path) -> InputError:
 
 
 def rebuild(run: Run) -> None:
-    """Write all files again that are computed from the events of a run: metrics, verdict and trace."""
+    """Rewrite all files computed from the events of a run: metrics, verdict and trace."""
     _write_metrics(run)
     _write_trace(run)
 
@@ -333,7 +333,7 @@ def scenario_values(trial: Trial) -> dict[str, Any]:
 
 
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
-    """Prepare a scenario to be stored together with its Python files.
+    """Prepare a scenario for storage together with the scenario's Python files.
 
     Returns the scenario with the names of its Python files relative to the results folder, and the texts of the files
     by this name. The texts include the modules that the files import from their own folder.

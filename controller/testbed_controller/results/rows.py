@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def _metric_rows(run: Run) -> list[Row]:
-    """Return a row for each metric that has a single value; values by device or layer are omitted."""
+    """Return a row for each metric with a single value; values by device or layer are omitted."""
     table = []
     for name, metric in all_metrics([run]).items():
         value = metric_value(run.metrics, name)
@@ -52,7 +52,7 @@ def _device_rows(run: Run) -> list[Row]:
 
 
 def _link_rows(run: Run) -> list[Row]:
-    """Return a row for each direction of each link, with nested properties as columns such as ``requested.rate``."""
+    """Return a row for each direction of each link, with nested properties as columns like ``requested.rate``."""
     table = []
     for link in run.metrics["links"]:
         row: Row = {}
@@ -67,7 +67,7 @@ def _link_rows(run: Run) -> list[Row]:
 
 
 def _series_rows(name: str) -> Callable[[Run], list[Row]]:
-    """Return a function that returns one series of a run, such as its steps, as rows."""
+    """Return a function returning one series of a run, for example the steps, as rows."""
     return lambda run: _copy_rows(run.metrics["series"][name])
 
 

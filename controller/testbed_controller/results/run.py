@@ -30,7 +30,7 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Run:
-    """A run as stored in its results folder. The run may have finished, failed, or been interrupted."""
+    """A run as stored in a results folder. The run may have finished, failed, or been interrupted."""
 
     path: Path
     """Results folder of the run."""
@@ -62,12 +62,12 @@ class Run:
             raise InputError(text) from None
 
     def without_events(self) -> Run:
-        """Return the run without its events, since those of all runs of a sweep may exceed the memory."""
+        """Return the run without events, because the events of all runs of a sweep may exceed the memory."""
         return replace(self, outcome=replace(self.outcome, events=[]))
 
     @property
     def point(self) -> str:
-        """The sweep point as text, equal for all repetitions of this point."""
+        """The sweep point as text, equal for all repetitions of the point."""
         return json.dumps(self.trial.point, sort_keys=True, default=str)
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def pauses(self) -> list[Standstill]:
-        """Pauses of the work without a fault, such as a change of the partition, from events of the method."""
+        """Pauses of the work without a fault, for example a change of the partition, from events of the method."""
         log = EventLog.made_of(self.outcome.events)
         return pauses(log.within(-math.inf, self.end), self.declared.events)
 
@@ -88,7 +88,7 @@ class Run:
 
 
 def run_name(trial: Trial) -> str:
-    """Return the folder name of a run, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
+    """Return the folder name of a run, for example ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
     parts = point_parts(trial.point)
     if trial.repetition:
         parts.append(f"repetition={trial.repetition + 1}")

@@ -144,7 +144,7 @@ class WeightsAndBiases(Logger):
 
 
 class EventDispatcher:
-    """Context manager that passes the events of a run to callbacks, and the end of the run on exit.
+    """Context manager passing the events of a run to callbacks, and the end of the run on exit.
 
     ``exporters`` names live exporters that write into ``folder``; ``callbacks`` are further receivers. Raises
     `InputError` for a logger whose package is not installed.
@@ -172,7 +172,7 @@ class EventDispatcher:
                 stack.callback(each.on_end, self.finished)
 
     def event(self, event: Event) -> None:
-        """Pass an event to the method of each callback for this type of event, such as `Callback.on_step`."""
+        """Pass an event to each callback's method for the event type, for example `Callback.on_step`."""
         if event.event in CALLBACK_EVENTS:
             for each in self._callbacks:
                 handle = getattr(each, f"on_{event.event}")
@@ -180,5 +180,5 @@ class EventDispatcher:
 
 
 def _step_of_event(event: Event) -> int:
-    """Return the number of an event's step, or of its request in inference."""
+    """Return the step number of an event, or the request number in inference."""
     return int(event.fields.get("step", event.fields.get("request", 0)))

@@ -82,7 +82,7 @@ def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number. Booleans are not, although Python counts them as integers.
+    """Return whether a value is a number other than a boolean, which Python counts as an integer.
 
     >>> is_number(0.5), is_number(True), is_number(None)
     (True, False, False)

@@ -128,7 +128,7 @@ _ACTION_BY_STATE: Mapping[DeviceState, type[StateAction]] = {
 
 
 def _state_handle(action: FaultAction[Any]) -> str:
-    """Return the handle of a state change, such as ``pause:worker1``.
+    """Return the handle of a state change, for example ``pause:worker1``.
 
     The handle needs no random part, since a device has one state at a time.
     """
@@ -256,7 +256,7 @@ def choose_links(
 
 
 def connect(run_id: str) -> Callable[[Request], Answer]:
-    """Return a function that sends a request to the active run of a lab and returns the response.
+    """Return a function sending a request to the active run of a lab and returning the response.
 
     In a lab without a run, the function executes requests in this process. Raises InputError for an unknown lab.
     """

@@ -38,7 +38,7 @@ def emulate(
     existing_lab: AnyLab | None = None,
     placement: LabPart | None = None,
 ) -> Outcome:
-    """Create the lab, verify its links, run the method with the scenario's faults, and remove the lab.
+    """Create the lab, verify the links, run the method with the scenario's faults, and remove the lab.
 
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` names the link backend. ``keep``
     leaves the lab running afterwards. ``existing_lab`` is a running lab, which the run uses instead of a new one and

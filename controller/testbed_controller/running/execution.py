@@ -151,7 +151,7 @@ class Execution:
         """The latest absence of the engine, as a suffix of messages; empty if the engine was never absent."""
 
     def run(self, on_stage: Callable[[str], None]) -> Outcome:
-        """Deploy the programs, start them, apply faults, and follow the run until the coordinator finishes."""
+        """Deploy and start the programs, apply faults, and follow the run until the coordinator finishes."""
         # A single thread applies trace changes, since two changes of one link must keep their order.
         with self._pool as pool, ThreadPoolExecutor(1, "trace") as trace_pool:
             deployed = self._deploy_all()
@@ -235,7 +235,7 @@ class Execution:
         list(self._pool.map(start, deployed))
 
     def _call_unless_down(self, name: str, act: Callable[[], T]) -> T | None:
-        """Return the result of a function that needs a device; None if the device is down.
+        """Return the result of a function using a device; None if the device is down.
 
         Raises `TestbedError` if the device is the coordinator or has run out of memory. The run starts without any
         other device that is down, and the method recovers from its loss.
@@ -285,7 +285,7 @@ class Execution:
         listener.start()
 
     def _admit(self, name: str) -> None:
-        """Shape the links of a started device and start its program, unless the program is already running."""
+        """Shape the links of a started device and start the device's program, unless already running."""
         # A lock for each device, because two threads may admit it at the same time: one applies a fault that restarts
         # the device, the other handles the engine's report about this start.
         with self._admission_locks[name]:
@@ -330,7 +330,7 @@ class Execution:
             self._news.put(lambda: end)
 
     def _record_engine_absence(self, seconds: float) -> None:
-        """Record that the engine reported no container changes for some seconds."""
+        """Record an absence of the engine: some seconds without reports of container changes."""
         _LOG.info("the engine gave no events for %.1f s", seconds)
         self._engine_absence = (
             f" while the container engine was away for {seconds:.1f} s"
@@ -360,7 +360,7 @@ class Execution:
     def _follow(
         self, fault_executor: KeyedExecutor, trace_executor: KeyedExecutor
     ) -> End:
-        """Process events, faults and trace changes until the run ends; return its status and error.
+        """Process events, faults and trace changes until the run ends; return the run's status and error.
 
         Faults and trace changes take time, so other threads apply them and put the results into ``_news``.
         """
@@ -402,7 +402,7 @@ class Execution:
         return deadline
 
     def _react_to_container(self, container: DeviceContainer) -> None:
-        """Look up why a container ended, or admit a device that was started."""
+        """Look up why a container ended, or admit a started device."""
         _LOG.info("the container of %s is %s", container.name, container.state)
         # Both functions wait for the engine or for a device. They run in the pool, because the loop must continue to
         # process events and faults.
@@ -425,7 +425,7 @@ class Execution:
             self._news.put(partial(self._handle_container_end, name, ending))
 
     def _admit_or_log(self, name: str) -> None:
-        """Admit a device that another terminal or the engine has started; log an error."""
+        """Admit a device started by another terminal or the engine; log an error."""
         try:
             self._admit(name)
         except Exception as error:  # noqa: BLE001 - the device may have ended, or the engine may be stopping
@@ -553,7 +553,7 @@ class Execution:
         return None, {}, []
 
     def _fetch_final_weights(self, seconds: float) -> tuple[bytes | None, list[str]]:
-        """Return the weights that the coordinator exposes, if any, and a list of lost results."""
+        """Return the weights exposed by the coordinator, if any, and a list of lost results."""
         try:
             exposed = self._lab.agent(self._coordinator).weights(seconds)
             return self._inputs.complete(exposed), []

@@ -30,7 +30,7 @@ _PAUSE_SECONDS = 1.0
 def statistics_since(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the increase of the shaper's counters between two readings, and its other values from the second.
+    """Return the increase of the shaper's counters between two readings, and the other values from the second.
 
     The counters are dropped packets, sent bytes, and processor time in seconds.
 
@@ -120,7 +120,7 @@ def _pairs_outside(measurements: Iterable[LinkMeasurement]) -> list[Pair]:
 
 
 def advise_rate(measured: float) -> float:
-    """Return a rate that this host can carry, somewhat below the measured rate; both in bit/s.
+    """Return a rate within the capacity of the host, somewhat below the measured rate; both in bit/s.
 
     The result is rounded down to two significant digits.
 

@@ -31,7 +31,7 @@ class _RunLog(logging.FileHandler):
     """The log handler of one run."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Drop a record that cannot be written, for example on a full disk, which the run itself reports."""
+        """Drop an unwritable record, for example on a full disk, which the run itself reports."""
 
 
 @contextmanager

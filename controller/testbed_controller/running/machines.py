@@ -145,17 +145,17 @@ class DockerFaultTarget:
         self.kill(device)
 
     def pause(self, device: str) -> None:
-        """Freeze a device; its computation is slowed down first, see `HALTED`."""
+        """Freeze a device after slowing down the computation, see `HALTED`."""
         self._send_speeds({device: HALTED})
         self._lab.pause(device)
 
     def resume(self, device: str) -> None:
-        """Continue a frozen device at its current speed."""
+        """Continue a frozen device at the current speed."""
         self._lab.resume(device)
         self.inform(device, is_newly_booted=False)
 
     def inform(self, name: str, *, is_newly_booted: bool = True) -> None:
-        """Send a device the current properties of its links and its speed.
+        """Send a device the current speed and link properties.
 
         A device that was just booted or deployed (``is_newly_booted``) knows only its deployment, so only differences
         are sent. Any other device was unreachable for a while, so everything is sent.
@@ -242,12 +242,12 @@ def _wait_for_program(agent: Agent, device: str) -> None:
 
 
 def _slowness_steps(seconds: float) -> int:
-    """Return a round-trip time as a whole number of `_SLOWNESS_STEP`, so that smaller differences are ignored."""
+    """Return a round-trip time as a whole number of `_SLOWNESS_STEP`, ignoring smaller differences."""
     return int(seconds / _SLOWNESS_STEP)
 
 
 def _to_json(state: SystemState) -> dict[str, Any]:
-    """Return the part of a state that differs from the scenario, as JSON values."""
+    """Return the part of a state differing from the scenario, as JSON values."""
     in_force = {}
     for handle, action in state.in_force.items():
         part = ActionPart.of(action)

@@ -150,7 +150,7 @@ class Userspace(Backend):
         return None
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
-        """Create queues and rules; with an old plan, change those that differ."""
+        """Create queues and rules; with an old plan, apply only the differences."""
         if old is None:
             self._delay_line.open(device, open_socket(), _open_injector())
         # The kernel drops packets of a queue without a reader, so the queues come before the rules.
@@ -163,7 +163,7 @@ class Userspace(Backend):
     def _changed_impairments(
         self, device: str, plan: InterfacePlan, old: InterfacePlan | None
     ) -> list[QueueImpairment]:
-        """Return the impairments of each queue that is new or different."""
+        """Return the impairments of each new or changed queue."""
         before = {line.number: line for line in old.receivers} if old else {}
         # A new downlink needs the sizes of packets, which requires all queues to be configured again.
         has_new_downlink = (
@@ -339,7 +339,7 @@ def choose_backend(
 
 
 def _explain_failures(problems: Mapping[str, str]) -> dict[str, str]:
-    """Return a text about each failed backend: its missing kernel modules, or else the problem itself."""
+    """Return a text about each failed backend: the missing kernel modules, or else the problem itself."""
     reasons = {}
     for name, problem in problems.items():
         missing = _find_missing(LINK_BACKENDS.find(name).requirements)

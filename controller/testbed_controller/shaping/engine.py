@@ -214,7 +214,7 @@ class Loop:
         now: float,
         clock_offset: float,
     ) -> None:
-        """Drop or hold the packet of a message that was read at the monotonic instant ``now``.
+        """Drop or hold the packet of a message read at the monotonic instant ``now``.
 
         ``clock_offset`` is the wall clock's time minus the monotonic clock's, in seconds.
         """
@@ -373,7 +373,7 @@ class Loop:
         return count
 
     def _serve_downlink(self, device: _Device, until: float) -> int:
-        """Release the packets that pass the downlink until an instant; return their number."""
+        """Release the packets passing the downlink until an instant; return their number."""
         assert device.downlink is not None
         count = 0
         while device.downlink.next_departure <= until:

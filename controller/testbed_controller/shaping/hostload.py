@@ -35,7 +35,7 @@ class _Ticks:
 
 
 class HostMonitor:
-    """A sampler of the host's load between `start` and `stop`; its summary is empty without /proc."""
+    """A sampler of the host's load between `start` and `stop`; the summary is empty without /proc."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []

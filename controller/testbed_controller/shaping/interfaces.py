@@ -49,7 +49,7 @@ class Interface:
 
 @contextlib.contextmanager
 def _netlink(purpose: str) -> Iterator[Any]:
-    """Open a netlink connection; an error becomes a HostError that names the purpose."""
+    """Open a netlink connection; an error becomes a HostError naming the purpose."""
     try:
         with IPRoute() as route:
             yield route

@@ -314,7 +314,7 @@ class Bottleneck(Generic[T]):
         return self._free_from if self._turn else math.inf
 
     def leave(self) -> T:
-        """Remove and return the packet that leaves at `next_departure`, and delay the next by the transmission time."""
+        """Remove and return the packet leaving at `next_departure`, and delay the next by the transmission time."""
         source = self._turn.popleft()
         queue = self._waiting[source]
         size, item = queue.popleft()

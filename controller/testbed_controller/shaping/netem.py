@@ -120,7 +120,7 @@ def ifb_of(line: ReceiverLine) -> str:
 
 
 def ifbs_of(plan: InterfacePlan) -> set[str]:
-    """Return the names of the IFBs that a plan needs."""
+    """Return the names of the IFBs needed by a plan."""
     names = {IFB}
     for line in _redirected_lines(plan).values():
         names.add(ifb_of(line))

@@ -83,7 +83,7 @@ class Access:
 
 @dataclass(frozen=True)
 class ReceiverLine:
-    """The treatment of the packets that arrive from one address."""
+    """The treatment of the packets arriving from one address."""
 
     number: int
     """Number of the sending device; also identifies the queue of the packets (NFQUEUE or class of netem)."""
@@ -166,7 +166,7 @@ def plan_interface(
 
 
 def linked_addresses(plan: InterfacePlan) -> set[str]:
-    """Return the addresses of the devices that a device can send to or receive from."""
+    """Return the addresses of all devices linked with a device in either direction."""
     addresses = set()
     for sender in plan.senders:
         # Broadcasts have a class as well, but no device has their address.

@@ -23,7 +23,7 @@ class Planner:
     """Whether a gate is available; without a gate there are no routes."""
 
     def routes(self, name: str, interface: Interface) -> dict[str, Route]:
-        """Return the routes of a device that pass the gate, by address."""
+        """Return a device's routes through the gate, by address."""
         if not self.has_gate:
             return {}
         return routes_of(

@@ -153,6 +153,6 @@ def serve(
 
 
 def _release_ended(shaping: Shaping) -> None:
-    """Release devices as soon as they end, without a request of the controller."""
+    """Release ended devices immediately, without a request of the controller."""
     while True:
         shaping.wait_for_end(1.0)

@@ -40,7 +40,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def check_links(links: Mapping[Pair, Link]) -> None:
-    """Raise InputError for links that no backend supports."""
+    """Raise InputError for links without a supporting backend."""
     for (source, destination), link in links.items():
         texts = [problem.text for problem in problems(link)]
         if texts:
@@ -215,7 +215,7 @@ class Shaping:
             namespace.close()
 
     def show(self) -> dict[str, Any]:
-        """Return the requested links, and for each device the differences between its plan and the kernel's state."""
+        """Return the requested links, and for each device the differences between the plan and the kernel's state."""
         with self._lock:
             self.registry.release_ended()
             planner = self._make_planner(self._links)

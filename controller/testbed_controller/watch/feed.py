@@ -38,7 +38,7 @@ class EventFile:
         """Whether the file may have lines beyond the last block."""
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the events after those of the last call, at most one block; empty if the file does not exist yet."""
+        """Return the events since the last call, at most one block; empty if the file does not exist yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -120,7 +120,7 @@ def batches(
 
 
 def _end_status(folder: Path) -> dict[str, Any] | None:
-    """Return status and error of a run that has ended; None while the run is in progress."""
+    """Return status and error of an ended run; None while the run is in progress."""
     manifest = json.loads((folder / "manifest.json").read_text())
     if manifest["status"] == RUNNING:
         return None
@@ -141,7 +141,7 @@ def _pop_until(events: deque[dict[str, Any]], end: float) -> list[dict[str, Any]
 def select_events(
     events: list[dict[str, Any]], devices: Collection[str], latest_time: float
 ) -> list[dict[str, Any]]:
-    """Return the events that the page needs: recent bars of these devices, and most other events of all devices.
+    """Return the events needed by the page: recent bars of ``devices``, and most other events of all devices.
 
     Bars are recent up to `BAR_AGE` seconds before ``latest_time``.
     """

@@ -104,7 +104,7 @@ def _stream(
 
 
 def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
-    """Return the data that the page needs before the first event, with at most `MAX_SHOWN` devices.
+    """Return the data needed by the page before the first event, with at most `MAX_SHOWN` devices.
 
     ``left_out`` is the number of further devices. ``pauses`` are the names of events at which the work stood still.
     """

@@ -30,7 +30,7 @@ CONNECT_SECONDS = 5.0
 async def _connect(
     target: dict[str, Any],
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a container; ``target`` has the ``pid`` of one of its processes, and the ``port``."""
+    """Connect to a container; ``target`` has the ``pid`` of a process inside, and the ``port``."""
     address = ("127.0.0.1", target["port"])
     connect = partial(socket.create_connection, address, timeout=CONNECT_SECONDS)
 
