@@ -37,7 +37,7 @@ Route = tuple[str, str, str]
 
 
 def points() -> dict[str, Mapping[str, Any]]:
-    """Return the changed keys of each point of the scenario, by its label."""
+    """Return the changed keys of each point of the scenario, by label."""
     changes = {}
     for point in yaml.safe_load(SCENARIO.read_text(encoding="utf-8"))["points"]:
         changes[point.pop("label")] = point

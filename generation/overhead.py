@@ -63,7 +63,7 @@ def torch_rate(file: Path, tokens: int, threads: int) -> float:
 
 
 def testbed_rates(file: Path, tokens: int, requests: int) -> tuple[float, float]:
-    """Return the tokens per second of a request without its first token (median), and of all requests together."""
+    """Return the tokens per second of a request without the first token (median), and of all requests together."""
     scenario = testbed.build(
         name="overhead",
         workload={

@@ -34,7 +34,7 @@ Point = dict[str, str]
 
 
 def read_points(results: Path) -> list[Point]:
-    """Return the points of a sweep from the ``summary.csv`` of its results."""
+    """Return the points of a sweep from the ``summary.csv`` of the results."""
     with (results / "summary.csv").open() as file:
         return list(csv.DictReader(file))
 

@@ -89,7 +89,7 @@ class Architecture:
 
     @property
     def read_values(self) -> int:
-        """Values of a layer's matrices that are read for one decoded token; of a mixture, only the chosen experts."""
+        """Values of a layer's matrices read for one decoded token; of a mixture, only the chosen experts."""
         experts = max(1, self.active_experts) * self.expert_values
         return self.attention_values + experts + self.router_values
 
@@ -118,7 +118,7 @@ class Architecture:
         return stored_bytes(self.layer_values, storage) + norms
 
     def read_bytes(self, storage: Format) -> int:
-        """Return the bytes of a layer's weights that are read for one decoded token."""
+        """Return the bytes of a layer's weights read for one decoded token."""
         norms = stored_bytes(2 * self.width, "f32")
         return stored_bytes(self.read_values, storage) + norms
 

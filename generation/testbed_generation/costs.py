@@ -35,7 +35,7 @@ class CostModel:
 
     @property
     def cache_length(self) -> int:
-        """Number of tokens for which a KV cache has room: those of the longest sequence."""
+        """Number of tokens for which a KV cache has room: the tokens of the longest sequence."""
         return self.tokens or self.architecture.context
 
     @property
@@ -64,7 +64,7 @@ class CostModel:
     def half_layer_cost(
         self, shard: Shard, tokens: int, past: int, *, is_attention: bool
     ) -> Cost:
-        """Return the cost of a shard in one half of one layer: its heads if ``is_attention``, else its columns."""
+        """Return the cost of a shard in one half of one layer: the heads if ``is_attention``, else the columns."""
         architecture = self.architecture
         # Every shard reads and writes the activations at full width.
         activations = 2 * VALUE_BYTES * architecture.width * tokens

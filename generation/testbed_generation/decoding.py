@@ -27,7 +27,7 @@ from testbed_generation.transformer import embed
 
 @dataclass
 class Progress:
-    """A request in flight with the tokens chosen for it so far.
+    """A request in flight with the tokens chosen so far.
 
     >>> progress = Progress(Request(0, prompt=(5, 6), arrival=0.0, limit=3), tokens=[7])
     >>> progress.all_tokens, progress.tokens_left
@@ -44,7 +44,7 @@ class Progress:
         return self.request.limit - len(self.tokens)
 
     def is_complete(self, end_token: int | None) -> bool:
-        """Return whether the text has all tokens that are allowed, or ends with ``end_token``."""
+        """Return whether the text has all allowed tokens, or ends with ``end_token``."""
         if self.tokens_left <= 0:
             return True
         return bool(self.tokens) and self.tokens[-1] == end_token
@@ -220,7 +220,7 @@ class ForwardingDecoder:
         return self._pipeline.losses == losses
 
     def _cached_tokens(self, progress: Progress, losses: int) -> int:
-        """Return the number of tokens of a request that all stages have in their caches.
+        """Return the number of tokens of a request in the caches of all stages.
 
         After a loss a new stage has in its caches the tokens of which it had copies; without copies it has none.
         """
@@ -283,7 +283,7 @@ class RelayingDecoder:
             self._forget_inputs(number)
 
     def forget_request(self, number: int) -> None:
-        """Drop the inputs of a complete request, and its caches on the stages."""
+        """Drop the inputs of a complete request, and the request's caches on the stages."""
         self._forget_inputs(number)
         self._pipeline.release_request(number)
 
@@ -367,7 +367,7 @@ def _join_inputs(inputs: Sequence[Tensor | None]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Service:
-    """The requests that a coordinator serves, and functions for the generated tokens."""
+    """The requests served by a coordinator, and functions for the generated tokens."""
 
     requests: Sequence[Request]
     concurrency: int = 1

@@ -10,7 +10,7 @@ from testbed_generation.ring import read_seconds
 
 
 class Disk:
-    """A disk that reads windows of layers, if possible the next window while other devices compute.
+    """A disk reading windows of layers, if possible the next window while other devices compute.
 
     No bytes are read: a read only takes the time `testbed_generation.ring.read_seconds`.
     """
@@ -42,7 +42,7 @@ class Disk:
         """Time in seconds at which the window that is read ahead is in memory."""
 
     def add_window(self, start: int, layers: int) -> None:
-        """Add a window of ``layers`` layers that begins with layer ``start``, and drop all windows that overlap it."""
+        """Add a window of ``layers`` layers from layer ``start`` on, and drop all overlapping windows."""
         stop = start + layers
         # After a loss, new windows replace those of the former division.
         for other_start, other_layers in list(self._windows.items()):
@@ -53,13 +53,13 @@ class Disk:
             self._windows[start] = layers
 
     def drop_window(self, first_layer: int) -> None:
-        """Drop the window that begins with a layer, if there is such a window."""
+        """Drop the window beginning with a layer, if the window exists."""
         self._windows.pop(first_layer, None)
         if self._next_window == first_layer:
             self._next_window = None
 
     async def wait_for_window(self, first_layer: int) -> None:
-        """Wait until the window that begins with a layer is in memory."""
+        """Wait until the window beginning with a layer is in memory."""
         if first_layer not in self._windows:
             return
         # Reads are charged as sleeps, since the disk works beside the processor.

@@ -88,7 +88,7 @@ class Draft:
     def _drop_rejected(
         self, progress: _DraftProgress, text_tokens: Sequence[int]
     ) -> None:
-        """Drop the tokens that differ from the text, and the newest token of the text, from the caches."""
+        """Drop the tokens differing from the text, and the newest token of the text, from the caches."""
         equal_tokens = 0
         # The newest token is computed again in any case, since its logits decide the first proposal.
         earlier_tokens = text_tokens[:-1]
@@ -103,7 +103,7 @@ class Draft:
     def _choose_next(
         self, progress: _DraftProgress, inputs: Sequence[int], request: int
     ) -> int:
-        """Append the tokens ``inputs`` to the caches, and return the token after them."""
+        """Append the tokens ``inputs`` to the caches, and return the next token."""
         epsilon = self._model.architecture.epsilon
         with torch.inference_mode():
             activations = embed(torch.tensor(inputs), self._embedding)

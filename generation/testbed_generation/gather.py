@@ -97,7 +97,7 @@ class MatrixRows:
             self._weights.append(weights)
 
     def output_widths(self, product: str) -> tuple[int, ...]:
-        """Return the number of activations of a token that each device computes in a product, for each tensor."""
+        """Return the number of activations of a token computed by each device in a product, for each tensor."""
         # The device multiplies the outputs of gate and up with each other, which gives a single tensor.
         if product == "hidden":
             return (self.model.architecture.hidden // self.parts,)
@@ -143,7 +143,7 @@ class MatrixRows:
 
 
 async def serve_products(mailbox: Mailbox, coordinator: str, rows: MatrixRows) -> None:
-    """Multiply activations that the coordinator sends with a worker's rows, until cancelled."""
+    """Multiply activations from the coordinator with a worker's rows, until cancelled."""
     transport = rows.transport
     local_hidden: Tensor | None = None
     """The worker's newest outputs of the product ``hidden``, (tokens, hidden rows of the worker)."""

@@ -312,7 +312,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
 def _weights_to_send(
     context: GenerateContext[StagesOptions, StagesDetails], name: str, assign: Assign
 ) -> Mapping[str, Tensor]:
-    """Return the weights that the coordinator sends with an assignment; empty if the device has them."""
+    """Return the weights sent by the coordinator with an assignment; empty if the device has them."""
     if context.weights is None or name == context.plan.coordinator:
         return {}
     for planned in context.plan.assignments_of(name):

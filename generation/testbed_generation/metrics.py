@@ -37,7 +37,7 @@ class GenerationDetails(PlanDetails):
 
 @dataclass
 class RequestTimes:
-    """The times of a request's arrival and of each of its tokens, in seconds.
+    """The times of a request's arrival and of each token, in seconds.
 
     >>> times = RequestTimes(request=0, arrival=1.0, prompt_length=4, token_times=[1.5, 1.75, 2.0])
     >>> times.token_gaps
@@ -149,7 +149,7 @@ def _longest_pause(record: RunView) -> float | None:
 
 
 def _token_bytes(record: RunView) -> float | None:
-    """Return the bytes that all devices send, divided by the number of tokens."""
+    """Return the bytes sent by all devices, divided by the number of tokens."""
     token_count = _count_tokens(record)
     if not token_count:
         return None
@@ -181,7 +181,7 @@ def _per_token(
 
 
 def _event_seconds(event_name: str) -> Callable[[RunView, str], float]:
-    """Return a function of the run and a device that adds up the durations of the device's events ``event_name``."""
+    """Return a function of the run and a device, adding up the durations of the device's events ``event_name``."""
 
     def total_seconds(record: RunView, device: str) -> float:
         seconds = 0.0

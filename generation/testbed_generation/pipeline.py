@@ -67,7 +67,7 @@ class Stage:
 
 
 class FailureDetector:
-    """Pings devices in rounds, and reports the devices that are lost."""
+    """Pings devices in rounds, and reports lost devices."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -187,7 +187,7 @@ class Pipeline:
         return tuple(stage.start for stage in self.stages)
 
     def stage_at(self, first_layer: int) -> Stage:
-        """Return the stage that begins with a layer. Raises ValueError if no current stage begins with it."""
+        """Return the stage beginning with a layer. Raises ValueError if no current stage begins with the layer."""
         return self.stages[self.first_layers.index(first_layer)]
 
     def release_request(self, request: int) -> None:

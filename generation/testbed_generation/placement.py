@@ -239,7 +239,7 @@ def _fill_devices(
 
 
 def _extensions(visited: int, device_count: int) -> Iterator[tuple[int, PathEnd]]:
-    """Yield each device outside the set ``visited``, and the end of a path that continues to that device."""
+    """Yield each device outside the set ``visited``, and the end of a path continuing to the device."""
     # The coordinator, with index 0, begins every path and is never visited again.
     for index in range(1, device_count):
         bit = 1 << index
@@ -305,7 +305,7 @@ def _close_paths(
 
 
 def _possible_bottlenecks(problem: PlacementProblem) -> set[float]:
-    """Return all times that can be the bottleneck of a chain.
+    """Return all possible bottleneck times of a chain.
 
     They are those of 1 to all layers on a device, with and without the output matrix, and those of links.
     """

@@ -80,7 +80,7 @@ def layer_capacity(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
 def free_memory(
     problem: GenerateProblem[Any], device: DeviceSpec, *, holds_output: bool
 ) -> float:
-    """Return the bytes that a device has for layers; negative if everything else does not fit.
+    """Return the bytes available for layers on a device; negative if everything else does not fit.
 
     Everything else is buffers, the output matrix if ``holds_output``, and embedding and draft model on the coordinator.
     """
@@ -177,7 +177,7 @@ def devices_without_spares(
 def make_stage_assignments(
     problem: GenerateProblem[Any], layer_counts: LayerCounts
 ) -> tuple[Assignment, ...]:
-    """Return the assignments of stages that stay in memory, for consecutive ranges of layers."""
+    """Return the assignments of stages staying in memory, for consecutive ranges of layers."""
     model = problem.model
     assignments = []
     start = 0

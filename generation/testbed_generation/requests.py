@@ -10,7 +10,7 @@ from testbed.common.seeds import derive
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its time of arrival at the coordinator."""
+    """A prompt with the time of arrival at the coordinator."""
 
     number: int
     prompt: tuple[int, ...]

@@ -34,7 +34,7 @@ def read_seconds(
     memory: float,
     disk_rate: float,
 ) -> float:
-    """Return the seconds in which a device reads one window of its layers.
+    """Return the seconds in which a device reads one window of layers.
 
     A window that fits into memory is charged as by Halda, with its part of the bytes that memory has no room for. A
     larger window is read whole: a page cache evicts the pages used longest ago, so each page is evicted before its
@@ -137,7 +137,7 @@ class Windows:
     """Each used device in the order of the ring, with the number of layers of its window."""
 
     def halda_seconds(self, ring: Ring) -> float:
-        """Return Halda's objective, with the messages that Halda neglects.
+        """Return Halda's objective, with the messages neglected by Halda.
 
         Computing, messages and reads follow each other. Each byte beyond a device's memory is read once for a token.
         """
@@ -288,7 +288,7 @@ def _add_member(states: _States, ring: Ring, index: int, rounds: int) -> None:
 
 
 def _no_windows_error(ring: Ring, rounds: int) -> InputError:
-    """Return the error for a ring without possible windows: it names a missing link, or the missing memory."""
+    """Return the error for a ring without possible windows: the message names a missing link, or the missing memory."""
     # With a link between any two devices, only memory can be missing.
     connected = replace(ring, message_seconds=lambda sender, receiver: 0.0)
     windows = _cheapest_windows(connected, rounds)

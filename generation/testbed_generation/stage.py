@@ -54,7 +54,7 @@ class LayerRange:
     def __init__(
         self, model: CostModel, assign: Assign, weight_source: WeightSource | None
     ) -> None:
-        """Read the weights of the layers that ``assign`` names; ``weight_source`` is None without numerics."""
+        """Read the weights of the layers named by ``assign``; ``weight_source`` is None without numerics."""
         self.assign = assign
         self.model = model
         self.sequences: dict[int, SequenceState] = {}

@@ -56,7 +56,7 @@ class ShardServer:
         mailbox.on(Release, lambda release: self.release_request(release.request))
 
     async def serve_forwards(self) -> None:
-        """Compute the forward passes that the coordinator requests, until cancelled."""
+        """Compute the forward passes requested by the coordinator, until cancelled."""
         while True:
             forward = await self._mailbox.take(Forward)
             await self.compute_layers(forward)
@@ -102,7 +102,7 @@ class ShardServer:
         *,
         is_attention: bool,
     ) -> Tensor | None:
-        """Return the output of the shard's heads if ``is_attention``, otherwise that of its hidden columns."""
+        """Return the output of the shard's heads if ``is_attention``, otherwise the output of the hidden columns."""
 
         def compute() -> Tensor | None:
             if activations is None:
@@ -194,7 +194,7 @@ class TensorParallelDecoder:
     async def _choose_token(
         self, activations: Tensor | None, request: int, position: int
     ) -> int:
-        """Return the token at a position of a request, from the activations of the tokens before it."""
+        """Return the token at a position of a request, from the activations of the preceding tokens."""
 
         def choose() -> int:
             if activations is None or self._norm is None or self._output is None:

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 class TextDecoder:
-    """Decodes the tokens of a text one by one, as they are generated.
+    """Decodes the tokens of a text one by one during generation.
 
     A character may take several tokens. Then the last of these tokens gets the character, and the others no text.
 
@@ -47,7 +47,7 @@ class TextDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def decode(self, token: int) -> str:
-        """Return the characters that a token completes; invalid UTF-8 and tokens without text become U+FFFD."""
+        """Return the characters completed by a token; invalid UTF-8 and tokens without text become U+FFFD."""
         piece = self._pieces[token] if token < len(self._pieces) else UNKNOWN
         return self._decoder.decode(piece)
 
@@ -96,7 +96,7 @@ class VocabularyTokenizer:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of GPT-2's byte-level vocabulary represents."""
+    """Return the byte represented by each letter of GPT-2's byte-level vocabulary."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

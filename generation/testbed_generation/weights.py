@@ -78,7 +78,7 @@ def weight_name(layer: int, name: str) -> str:
 
 
 class WeightSource(Protocol):
-    """A source of weights: the seed, a file, or weights that a device has received."""
+    """A source of weights: the seed, a file, or weights received by a device."""
 
     def read(self, name: str) -> Tensor:
         """Return a weight in float32 by its name in a checkpoint."""
@@ -362,7 +362,7 @@ def read_layer(
 
 
 class ReceivedWeights:
-    """A source of the weights that a device has received from the coordinator."""
+    """A source of the weights received by a device from the coordinator."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """``weights`` are tensors by their names in a checkpoint."""
@@ -401,7 +401,7 @@ def layer_weight_names(architecture: Architecture, start: int, stop: int) -> lis
 def assignment_weight_names(
     architecture: Architecture, assignments: Sequence[Assignment]
 ) -> list[str]:
-    """Return the names of the weights that the assignments of a device need, each name once."""
+    """Return the names of the weights needed by the assignments of a device, each name once."""
     # The dictionary is an ordered set: two assignments may need the same weight.
     unique_names: dict[str, None] = {}
     for assignment in assignments:
@@ -413,7 +413,7 @@ def assignment_weight_names(
 def assigned_weights(
     weights: Mapping[str, Tensor], architecture: Architecture, assign: Assign
 ) -> dict[str, Tensor]:
-    """Return the weights that the layers of the message ``assign`` need."""
+    """Return the weights needed by the layers of the message ``assign``."""
     # The field `last` of the message is the layer after the last one.
     names = layer_weight_names(architecture, start=assign.first, stop=assign.last)
     return {name: weights[name] for name in names}

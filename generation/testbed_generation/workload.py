@@ -253,7 +253,7 @@ class GeneratePart(WorkloadPart):
         return self.model.weights
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the keys that name files beside the scenario."""
+        """Yield the keys naming files beside the scenario."""
         yield "model.weights", self.model.weights
         if self.draft is not None:
             yield "draft.weights", self.draft.weights
@@ -326,7 +326,7 @@ class Generate(Workload):
     def _describe_model(
         self, scenario: Scenario
     ) -> tuple[CostModel, tuple[Request, ...], int | None]:
-        """Return costs of the model, the requests, and the token that ends a text; raises `InputError`."""
+        """Return costs of the model, the requests, and the token ending a text; raises `InputError`."""
         part = _part_of(scenario)
         weights = _optional_path(scenario, part.model.weights)
         architecture = _read_architecture(part.model, weights)
@@ -412,7 +412,7 @@ class Generate(Workload):
     def inputs(
         self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None
     ) -> Inputs:
-        """Return the weights of each device: on the coordinator all, elsewhere those of the device's assignments."""
+        """Return the weights of each device: on the coordinator all, elsewhere only the assigned weights."""
         return GenerateInputs(prepared, data)
 
     def read_data(self, body: bytearray) -> Sequence[bytes]:
@@ -467,7 +467,7 @@ class Generate(Workload):
 
 @dataclass(frozen=True)
 class Loaded:
-    """The contents of the files that a scenario names."""
+    """The contents of the files named by a scenario."""
 
     pieces: Sequence[bytes]
     """The bytes of each token's text."""
@@ -519,7 +519,7 @@ class GenerateInputs(Inputs):
         return json.dumps([piece.decode("latin-1") for piece in self._pieces]).encode()
 
     def weights(self, device: str) -> bytes | None:
-        """Return the weights that a device in a container receives, as a safetensors file."""
+        """Return the weights for a device in a container, as a safetensors file."""
         weights = self._weights_of(device)
         if weights is None:
             return None
@@ -622,7 +622,7 @@ def _read_prompts(
     architecture: Architecture,
     weights: Path | None,
 ) -> tuple[Sequence[Sequence[int]], int | None]:
-    """Return the tokens of all prompts, and the token that ends a text."""
+    """Return the tokens of all prompts, and the token ending a text."""
     prompts = part.prompts
     if isinstance(prompts, PromptsPart) and prompts.file is None:
         random_prompts = []
