@@ -21,7 +21,7 @@ def collect_garbage_rarely() -> None:
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Raise the collection threshold within the block: a simulation keeps all its events."""
+    """Raise the collection threshold within the block, since a simulation keeps all events."""
     before = gc.get_threshold()
     gc.set_threshold(*_RARE)
     try:
@@ -48,5 +48,5 @@ def skip_garbage_at_exit() -> None:
 
 
 def never_collect() -> None:
-    """Disable collection in a process that must handle packets in time and creates no reference cycles."""
+    """Disable collection in a process without reference cycles, for timely handling of packets."""
     gc.disable()

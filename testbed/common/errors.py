@@ -48,7 +48,7 @@ def reject_former_names(subclass: type, remedies: Mapping[str, str]) -> None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Suggest the closest known word, or list all of them.
+    """Suggest the closest known word, or list all known words.
 
     >>> nearest("pipelien", ["pipeline", "gpipe"])
     "did you mean 'pipeline'?"
@@ -93,11 +93,11 @@ class TestbedError(Exception):
 
 
 class ExpectationError(TestbedError):
-    """The run ended, but an ``expect`` condition of its scenario failed."""
+    """The run ended, but an ``expect`` condition of the scenario failed."""
 
 
 class DivergedError(TestbedError):
-    """The run ended with a loss that is not finite."""
+    """The run ended with a non-finite loss."""
 
     exit_code = 4
 
@@ -109,12 +109,12 @@ class StoppedError(TestbedError):
 
 
 class InputError(TestbedError):
-    """Invalid user input, with its location, the problem and a remedy."""
+    """Invalid user input, with location, problem and remedy."""
 
     exit_code = 2
 
     def __init__(self, text: str, key: Key = ()) -> None:
-        """Create the error with the problem and its remedy, and the key of the invalid value.
+        """Create the error with the problem and the remedy, and the key of the invalid value.
 
         The key is relative to the workload, ``("method", "stages")``, or to the scenario, ``("network", "topology")``
         or ``("devices", name, "memory")`` with the name of a single device.

@@ -42,7 +42,7 @@ def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Scale:
-    """A common unit for several values of a kind, so that they compare at a glance.
+    """A common unit for several values of a kind, for comparison at a glance.
 
     >>> scale = Scale.of("seconds", [0.0873, 0.564])
     >>> scale.title("time"), scale.write(0.0873), scale.write(0.564)
@@ -69,7 +69,7 @@ class Scale:
         return f"{name} ({self.unit})" if self.unit else name
 
     def write(self, value: float | bool | str | None) -> str:
-        """Format a value without its unit."""
+        """Format a value without the unit."""
         if value is None or isinstance(value, bool | str):
             return of_kind(self.kind, value)
         return number(value if self.factor == 1 else value / self.factor)

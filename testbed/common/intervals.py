@@ -12,7 +12,7 @@ CONFIDENCE = 0.95
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and the half width of its confidence interval, by Student's distribution.
+    """Return the mean and the half width of the mean's confidence interval, by Student's distribution.
 
     The half width is None for a single value, which has no spread. Raises ValueError for an empty sequence.
 

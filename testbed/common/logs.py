@@ -22,7 +22,7 @@ class LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(environment: Mapping[str, str]) -> None:
-    """Log to standard error, at debug level if the environment requests it, else at info level."""
+    """Log to standard error, at debug level if requested by the environment, else at info level."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     # The root logger is configured, since users' methods have loggers outside the testbed's packages.

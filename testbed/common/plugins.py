@@ -43,7 +43,7 @@ def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loade
 
 
 def summarize(extension: object) -> str:
-    """Return the first paragraph of an extension's docstring as one line; empty without a docstring of its own.
+    """Return the first paragraph of an extension's own docstring as one line; empty without a docstring.
 
     >>> summarize(Registry)
     "The objects of one extension point by name: the testbed's own, then those of installed packages."
@@ -92,7 +92,7 @@ class Registry(Generic[Loaded]):
 
 
 def subclass_of(base: type[Loaded]) -> Callable[[Any], type[Loaded]]:
-    """Return a converter that accepts only subclasses of ``base``.
+    """Return a converter accepting only subclasses of ``base``.
 
     >>> subclass_of(Exception)(ValueError)
     <class 'ValueError'>

@@ -220,7 +220,7 @@ def _base_unit(units: Mapping[str, float]) -> str:
 
 
 def _format_quantity(value: float, units: Mapping[str, float]) -> str:
-    """Return the shortest text that parses to the same float, with a number of at least 1 if possible.
+    """Return the shortest text parsing to the same float, with a number of at least 1 if possible.
 
     A percentage with more than 15 digits may parse to a neighbouring float.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """Return a 63-bit seed for the purpose that ``names`` describe, independent of the seeds of other purposes.
+    """Return a 63-bit seed for the purpose described by ``names``, independent of the seeds of other purposes.
 
     The seed is the same on every host and Python version, unlike ``hash``. Names must not contain a slash.
 
@@ -19,7 +19,7 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 def make_deriver(seed: int, *names: str | int) -> Callable[[str | int], int]:
-    """Return a function of the last name that gives the same seeds as `derive`.
+    """Return a function of the last name with the same seeds as `derive`.
 
     The function is faster where many seeds share the other names, because these are hashed only once.
 

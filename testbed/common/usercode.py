@@ -47,7 +47,7 @@ _PACKAGES = ("testbed", "testbed_agent", "testbed_controller")
 
 
 class Code(BaseModel):
-    """Source text of an object, such as a method or a model, with everything that the object imports beside it."""
+    """Source text of an object, for example a method or a model, with all imports from the same folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     name: str
@@ -63,7 +63,7 @@ class Code(BaseModel):
 
 
 class _TextImporter(MetaPathFinder, InspectLoader):
-    """Import hook that loads modules from source text."""
+    """Import hook loading modules from source text."""
 
     def __init__(self) -> None:
         self.sources: dict[str, str] = {}
@@ -143,7 +143,7 @@ def _import_module(
 
 
 def read(file: Path, name: str, key: Key) -> Code:
-    """Read a file, and its imports from the same folder, as the code of the object ``name``.
+    """Read a file, and all imports from the same folder, as the code of the object ``name``.
 
     A process reads a file only once, so the planner, the devices and the results have the same text. Raises
     `InputError` naming the key, also if an imported file has the name of another module that can be imported.
@@ -154,7 +154,7 @@ def read(file: Path, name: str, key: Key) -> Code:
 
 @dataclass
 class _Source:
-    """A Python file, or a folder of Python files (a package), that a user's file can import."""
+    """A Python file, or a folder of Python files (a package), importable by a user's file."""
 
     path: Path
     """The file or folder."""
@@ -175,7 +175,7 @@ class _Source:
 
 @cache
 def _gather_code(file: Path, shown_path: str, key: Key) -> Code:
-    """Collect a file and all its imports from the same folder.
+    """Collect a file and all imports from the same folder.
 
     ``shown_path`` is the path of the file as written by the user, for error messages and tracebacks.
     """
@@ -206,7 +206,7 @@ def _gather_code(file: Path, shown_path: str, key: Key) -> Code:
 
 
 def _with_imports(main: _Source, shown_folder: Path, key: Key) -> list[_Source]:
-    """Return a source and its transitive imports from the same folder, and set `_Source.imported` of each source.
+    """Return a source and all transitive imports from the same folder, and set `_Source.imported` of each source.
 
     Raises `InputError` for a file with the name of another module.
     """
@@ -246,7 +246,7 @@ def _read_text(file: Path, shown_path: str, key: Key) -> str:
 
 
 def _find_beside(folder: Path, name: str) -> Path | None:
-    """Return the file or the package that a name in an import statement means in a folder; None if there is neither."""
+    """Return the file or the package of a folder for a name in an import statement; None if both are missing."""
     file, package = folder / f"{name}.py", folder / name
     # The testbed's own packages are on every device and need not be sent.
     if package == _HOME / name:
@@ -296,7 +296,7 @@ def _absolute_imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
 
 
 def _describe_other_module(name: str, path: Path) -> str | None:
-    """Describe an importable module that has the same name as the user's file or package; None if there is none."""
+    """Describe an importable module with the same name as the user's file or package; None if none exists."""
     if name in sys.stdlib_module_names:
         return "a module of the standard library"
     try:
@@ -319,7 +319,7 @@ def _describe_other_module(name: str, path: Path) -> str | None:
 
 
 def _source_digest(source: _Source, folder: Path) -> str:
-    """Return a digest of the texts of a source and of all its imports, so that an edit changes the digest."""
+    """Return a digest of the texts of a source and of all imports, changed by every edit."""
     sources: dict[Path, _Source] = {}
     remaining = [source]
     while remaining:
@@ -457,7 +457,7 @@ def line_of(error: BaseException, code: Code) -> str:
 
 
 def describe_error(error: BaseException) -> str | None:
-    """Format an error with the lines of user files in its traceback; None without such lines.
+    """Format an error with the lines of user files in the traceback; None without lines of user files.
 
     The first line has the innermost line of a user file and the error, as ``ring.py:42: KeyError: 'round'``.
     """
@@ -504,5 +504,5 @@ def _user_frames(
 
 
 def file_of(module: str) -> str:
-    """Return the file of a user's module as the user would write it; ``<module>`` for other modules."""
+    """Return the file of a user's module as written by the user; ``<module>`` for other modules."""
     return _IMPORTER.files.get(module, f"<{module}>")

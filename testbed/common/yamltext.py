@@ -31,7 +31,7 @@ class _Reader(CSafeLoader):
     depth = 0
 
     def descend_resolver(self, current_node: Any, current_index: Any) -> None:
-        """Raise `yaml.YAMLError` below a depth of `MAX_DEPTH`. PyYAML calls the method as it enters a node."""
+        """Raise `yaml.YAMLError` below a depth of `MAX_DEPTH`. PyYAML calls the method on entering a node."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise yaml.YAMLError("is nested too deeply")
@@ -42,7 +42,7 @@ class _Reader(CSafeLoader):
 
 
 class _Writer(CSafeDumper):
-    """Quote text that a YAML 1.1 or 1.2 reader would parse as another type."""
+    """Quote text parsed as another type by a YAML 1.1 or 1.2 reader."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write repeated objects in full, without anchors."""
@@ -81,7 +81,7 @@ def values(text: str) -> Any:
 
 
 def written(plain: Any, width: int = 110, lines: bool = True) -> str:
-    """Write plain values as YAML of about ``width`` columns, each value on its own line if ``lines``.
+    """Write plain values as YAML of about ``width`` columns, each value on a separate line if ``lines``.
 
     Raises `yaml.YAMLError` for a value that is not plain.
     """

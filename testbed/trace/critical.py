@@ -92,7 +92,7 @@ def _reordered(column: array[float], order: npt.NDArray[np.int64]) -> array[floa
 
 
 class CriticalPaths:
-    """The critical paths of a run, found in its events.
+    """The critical paths of a run, found in the event log.
 
     A path leads back from the end of an interval, for example of a step, on a device; see the module's docstring.
     Example::
@@ -149,7 +149,7 @@ class CriticalPaths:
             device_activities.sort()
 
     def lateness(self, device: str, interval: Interval) -> PathTime:
-        """Return the seconds that the host added to the path back from the end of an interval on a device.
+        """Return the seconds added by the host to the path back from the end of an interval on a device.
 
         An activity that began before the interval counts with all of its lateness, since the events do not tell when
         the lateness occurred.
@@ -173,7 +173,7 @@ class CriticalPaths:
         interval: Interval,
         seconds: Callable[[_Activities, int], float],
     ) -> PathTime:
-        """Return the sum of a function of each activity (its device's activities and its index) over a path."""
+        """Return the sum of ``seconds``, a function of columns and index of an activity, over a path."""
         total = PathTime()
         for activities, index in self._walk_path(device, interval):
             spent = seconds(activities, index)
@@ -239,7 +239,7 @@ class _LinksInForce:
             self._changed.setdefault(pair, []).append(event.time)
 
     def time(self, pair: Pair, size: float, instant: float) -> float | None:
-        """Return the seconds that a message of ``size`` bytes needs; None if the link is random, down or shared."""
+        """Return the seconds for a message of ``size`` bytes; None if the link is random, down or shared."""
         link = self._predictable_link(pair, instant)
         if link is None:
             return None
@@ -251,7 +251,7 @@ class _LinksInForce:
         return None if link is None else link.transmission_time(wire_bytes(size))
 
     def _predictable_link(self, pair: Pair, instant: float) -> Link | None:
-        """Return the link at an instant; None if the time of one message does not follow from its properties."""
+        """Return the link at an instant; None if the link's properties do not determine the time of a message."""
         if pair not in self._links or self._sharing & set(pair):
             return None
         return self._links[pair][bisect_right(self._changed.get(pair, []), instant)]
@@ -262,7 +262,7 @@ _RANDOM_PROPERTIES = ("jitter", "loss", "bursts", "duplicate", "reorder", "corru
 
 
 class _Departure(NamedTuple):
-    """A message that has left its sender; instants are seconds of the run."""
+    """The departure of a message from the sender; instants are seconds of the run."""
 
     called: float
     """Time of the call of ``send`` or ``cast``."""
@@ -288,12 +288,12 @@ class _Departures:
         """Index after the message that arrived last: the first one that can still arrive."""
 
     def add(self, departure: _Departure) -> None:
-        """Add a message that left after all previous ones."""
+        """Add the departure of a message, later than all previous departures."""
         for column, value in zip(self._columns, departure, strict=True):
             column.append(value)
 
     def take(self, arrival: float) -> _Departure | None:
-        """Return the departure of the message that arrived at a time; None if no message had left by then.
+        """Return the departure of the message arriving at a time; None if no message had left by then.
 
         Calls must be in the order of the arrivals. Events of arrivals do not name the departure. Messages arrive in the
         order of their departures, each after its departure and before its acknowledgement. So the first message that
@@ -317,7 +317,7 @@ class _Departures:
         return _Departure(*(column[index] for column in self._columns))
 
     def _last_departed(self, arrival: float) -> int:
-        """Return the index of the message that left last before an arrival; -1 if none has left.
+        """Return the index of the last departure before an arrival; -1 if none.
 
         A busy host may read the sender's clock only after the message has left, so its recorded departure may even be
         later than its arrival. If no message that left by its record can be the one that arrives, the next message is
@@ -370,7 +370,7 @@ class _LinkQueue:
         return departure
 
     def add(self, until: float, acknowledged: float, size: float) -> None:
-        """Record a message of ``size`` bytes that occupies the link until a time and is acknowledged at a time."""
+        """Record a message of ``size`` bytes, occupying the link up to ``until``, with the time of acknowledgement."""
         self._free = until
         # Messages acknowledged by then leave the window before any later message can leave the device.
         while self._unacknowledged and self._unacknowledged[0][0] <= until:

@@ -70,7 +70,7 @@ class Recovery:
 
     @property
     def duration(self) -> float | None:
-        """Seconds from the fault (or its detection for an unknown fault) to the resumption of training."""
+        """Seconds from the fault (or, if unknown, from the detection) to the resumption of training."""
         if self.resumed is None:
             return None
         return self.resumed - (self.detected if self.struck is None else self.struck)
@@ -151,7 +151,7 @@ def _find_causes(
     until: float,
     missing: Collection[str],
 ) -> tuple[Strike, ...]:
-    """Return all faults behind a recovery: the cause, and similar faults on missing devices in this time span."""
+    """Return all faults behind a recovery: the cause, and similar faults on missing devices in the time span."""
     if cause is None:
         return ()
     causes = []

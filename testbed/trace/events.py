@@ -217,7 +217,7 @@ def find_invalid_field(
 
 
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
-    """Return the fields of a ``link`` event: those of `EVENTS`, and all others without their default value."""
+    """Return the fields of a ``link`` event: the fields in `EVENTS`, and other properties with non-default values."""
     fields: dict[str, Any] = {
         "source": source,
         "destination": destination,
@@ -239,7 +239,7 @@ LEADING = ("time", "device", "event")
 
 
 def finite(value: Any) -> Any:
-    """Return a value with non-finite numbers replaced by None, because JSON has no representation for them.
+    """Return a value with non-finite numbers replaced by None, because JSON lacks infinities and NaN.
 
     >>> finite({"loss": math.nan, "steps": (1, 2)})
     {'loss': None, 'steps': [1, 2]}
@@ -260,7 +260,7 @@ def restore_loss(fields: dict[str, Any]) -> None:
 
 
 class _LineEncoder(json.JSONEncoder):
-    """JSON encoder that writes null for non-finite numbers, so that every line is valid."""
+    """JSON encoder writing null for non-finite numbers, which are invalid in JSON."""
 
     def encode(self, o: Any) -> str:
         # Non-finite numbers are rare, and a search for them in each event would take longer than the encoding.
@@ -305,7 +305,7 @@ class Event(NamedTuple):
 
     @staticmethod
     def from_fields(fields: dict[str, Any]) -> Event:
-        """Build an event from all fields of a line, which are changed: they become the fields of the event.
+        """Build an event from all fields of a line; the mapping is changed and becomes part of the event.
 
         Raises KeyError, TypeError or AttributeError for invalid fields.
         """

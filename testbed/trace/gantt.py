@@ -64,7 +64,7 @@ def run_end(events: Sequence[Event], coordinator: str) -> float:
 
 
 def outages(events: Sequence[Event], end: float) -> list[Bar]:
-    """Return the outages by device; a killed device is down until its program runs again."""
+    """Return the outages by device; a killed device is down until the next start of the program."""
     bars = []
     starts: defaultdict[str, list[float]] = defaultdict(list)
     states = EventLog.made_of(events).of("state")
@@ -87,7 +87,7 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
 def bars(
     events: Sequence[Event], end: float, near: Sequence[Interval] | None = None
 ) -> Iterator[Bar]:
-    """Yield all bars, or only those that overlap one of the intervals ``near``.
+    """Yield all bars, or only bars overlapping one of the intervals ``near``.
 
     Bars without a recorded end last until ``end``, the end of the run. The order of the bars is arbitrary within a few
     thousand events.
@@ -160,7 +160,7 @@ def _unrecorded_bars(log: EventLog, end: float) -> Iterator[Bar]:
 
 
 def _find_unfinished_work(log: EventLog) -> list[_Work]:
-    """Return the computations that began more often than they ended."""
+    """Return the computations with more begins than ends."""
     if not log.of("begin"):
         return []
     # Starts minus ends of each computation.

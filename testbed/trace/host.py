@@ -51,7 +51,7 @@ def added_time(record: RunView) -> HostTime:
 
 
 def processor_time(record: RunView) -> dict[str, float] | None:
-    """Return processor time in seconds by consumer; None for a run without such measurements.
+    """Return processor time in seconds by consumer; None for a run without measurements of processor time.
 
     ``computing`` is the devices' own work, and ``agents``, ``shaper`` and ``controller`` are overhead of the emulation.
     Kernel packet processing, the engine, and user programs are not included.
@@ -115,7 +115,7 @@ ROWS = (
 
 
 def lateness(late: float | None, deficit: float | None) -> float:
-    """Return the seconds by which the host delayed a computation, given the fields of its event.
+    """Return the seconds by which the host delayed a computation, given the fields of the ``compute`` event.
 
     Logs of older versions have the deficit alone.
     """
@@ -144,7 +144,7 @@ def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
 
 
 def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
-    """Return the seconds of delay caused by the host for each device's computations that ended in a phase.
+    """Return the seconds of delay caused by the host, by device, for computations ending in a phase.
 
     The intervals of the phase are in order and disjoint.
     """

@@ -66,7 +66,7 @@ def join_close(
 def _merge_rows(
     ordered: Intervals, latest_ends: Intervals, begins: npt.NDArray[np.bool_]
 ) -> Intervals:
-    """Merge rows; ``begins`` has, for each row after the first, whether a new interval begins with it."""
+    """Merge rows; ``begins`` marks, for each row after the first, the beginning of a new interval."""
     is_first = np.concatenate(([True], begins))
     is_last = np.append(begins, True)
     return np.stack((ordered[is_first, 0], latest_ends[is_last]), axis=1)
@@ -125,7 +125,7 @@ def length(values: Intervals) -> float:
 def contains(
     values: Intervals, times: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.bool_]:
-    """Return for each time, (n,), whether one of the disjoint ordered intervals contains it.
+    """Return a mask, (n,), of the times contained in one of the disjoint ordered intervals.
 
     The start of an interval is outside and its end inside: an event is recorded at the end of its activity.
     """

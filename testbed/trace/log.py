@@ -56,7 +56,7 @@ class _Chunk(NamedTuple):
 
 
 class _Store:
-    """State shared by a log and its views."""
+    """State shared by a log and all views of the log."""
 
     def __init__(self) -> None:
         self.chunks: list[_Chunk] = []
@@ -226,7 +226,7 @@ class EventLog(Sequence[Event]):
         self.add((name, tuple(fields)), (time, device, *fields.values()))
 
     def follow(self, write: Callable[[str], None]) -> None:
-        """Pass the lines of all future events to ``write``, `CHUNK` events at a time, and those of the rest at `close`.
+        """Pass the lines of all future events to ``write``, `CHUNK` events at a time, and the remainder at `close`.
 
         Exceptions of ``write`` are raised by the call that adds an event.
         """
@@ -331,7 +331,7 @@ class EventLog(Sequence[Event]):
             yield from self._convert_chunk(chunk, convert)
 
     def _convert_chunk(self, chunk: _Chunk, convert: Converter[Item]) -> Iterable[Item]:
-        """Return the converted events of a chunk that belong to this view, in order."""
+        """Return the view's events in a chunk, converted and in order."""
         if self._is_outside(chunk):
             return ()
         groups: list[Iterable[tuple[int, float, Item]]] = []
@@ -456,7 +456,7 @@ def _make_events(form: Form, columns: Columns) -> Iterator[Event]:
 
 
 def _make_lines(form: Form, columns: Columns) -> Iterator[str]:
-    """Return events as the lines of a file; encoding them by columns is several times faster than one by one."""
+    """Return events as the lines of a file; encoding by columns is several times faster than event by event."""
     name, keys = form
     _, times, devices, *values = columns
     texts = [

@@ -49,7 +49,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report's summary; omitted if a metric in its templates is missing.
+    """A line of the report's summary; omitted if a metric in the templates is missing.
 
     ``text`` and ``note`` are templates: ``{step_time}`` is replaced by the metric, formatted by its kind. Either may be
     a function of the metrics that returns the template.
@@ -159,7 +159,7 @@ NOTHING = MetricsSpec()
 
 
 def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
-    """Return the events that a fault's trigger can name, each with the keys that the trigger can match.
+    """Return the events available to fault triggers, each with the keys available for a match.
 
     >>> events_of(NOTHING)["compute"]
     ('batch', 'micro')

@@ -19,7 +19,7 @@ packets as lost."""
 
 
 def unmodelled_effects(experiment: Experiment) -> list[str]:
-    """Return a text for each link property that the virtual clock does not model."""
+    """Return a text for each link property not modelled by the virtual clock."""
     # A mesh of a thousand devices has a million pairs, which share few `Link` objects: each object is checked once.
     links = list({id(link): link for link in experiment.links.values()}.values())
     changes = _changed_properties(experiment)
@@ -41,7 +41,7 @@ def unmodelled_effects(experiment: Experiment) -> list[str]:
 
 
 def _changed_properties(experiment: Experiment) -> list[LinkPart]:
-    """Return the properties that faults and the link trace give to links during the run."""
+    """Return the properties given to links by faults and the link trace during the run."""
     changes: list[LinkPart] = []
     for fault in experiment.faults:
         if isinstance(fault.action, Degrade):

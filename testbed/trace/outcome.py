@@ -21,14 +21,14 @@ them."""
 
 
 def without_coordinator(coordinator: str) -> str:
-    """Return the message for a run that ends because its coordinator is off."""
+    """Return the message for a run ended because the coordinator is off."""
     return f"{coordinator} is down; it is the coordinator of the run: end its fault by 'for', or restart it"
 
 
 def ended(
     status: Status, error: str | None, events: Iterable[Event], *, weights_given: bool
 ) -> tuple[Status, str | None]:
-    """Return the final status and error of a run that has ended, given its status and error until now.
+    """Return the final status and error of an ended run, given the status and error until now.
 
     A finished run with initial weights (``weights_given``) has failed if its program never loaded them.
     """
@@ -65,7 +65,7 @@ class LinkMeasurement:
 
     @property
     def expected(self) -> Link:
-        """The link with its effective rate, which may be limited by access or cell."""
+        """The link with the effective rate, which may be limited by access or cell."""
         if self.limit is None:
             return self.requested
         return replace(self.requested, rate=self.limit)

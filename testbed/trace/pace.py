@@ -37,7 +37,7 @@ def _median_seconds(steps: Sequence[Step]) -> float | None:
 
 
 def _first_detected_fault(record: RunView) -> float | None:
-    """Return the time of the first fault that was detected; None without one."""
+    """Return the time of the first detected fault; None without one."""
     times = [item.struck for item in record.recoveries if item.struck is not None]
     return min(times, default=None)
 

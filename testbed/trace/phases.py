@@ -111,7 +111,7 @@ def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:
 
 
 def _piece_index(window: Interval, cuts: Sequence[float]) -> int | None:
-    """Return the index of the piece that contains an interval; None for an interval across a cut."""
+    """Return the index of the piece containing an interval; None for an interval across a cut."""
     piece = bisect_right(cuts, window[0]) - 1
     if not 0 <= piece < len(cuts) - 1:
         return None

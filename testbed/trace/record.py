@@ -114,7 +114,7 @@ class RunView:
         self._results: dict[Callable[[RunView], object], object] = {}
 
     def cached(self, compute: Callable[[RunView], Result]) -> Result:
-        """Return the result of a function of this view, computed once."""
+        """Return the result of a function of the view, computed once."""
         if compute not in self._results:
             self._results[compute] = compute(self)
         return self._results[compute]  # type: ignore[return-value]
@@ -162,7 +162,7 @@ class RunView:
 
     @cached_property
     def pauses(self) -> list[Standstill]:
-        """All pauses of the work that the method reports."""
+        """All pauses of the work reported by the method."""
         return pauses(self.events, self._method_events)
 
     @cached_property
@@ -253,7 +253,7 @@ class RunView:
 
     @cached_property
     def request_windows(self) -> list[Interval]:
-        """Interval of each request from its start to its answer."""
+        """Interval of each request from start to answer."""
         rows = self.of("request").rows("time", "latency")
         return [(time - latency, time) for time, latency in rows]
 
@@ -266,7 +266,7 @@ class RunView:
 
 
 def steps_after(steps: Sequence[Step], moment: float) -> list[Step]:
-    """Return the undisturbed steps that started after a moment.
+    """Return the undisturbed steps started after a moment.
 
     If a permanent fault disturbs all later steps, return all later steps except the first.
     """

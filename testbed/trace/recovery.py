@@ -87,7 +87,7 @@ METRICS = (
 
 
 def faults(record: RunView) -> list[dict[str, Any]]:
-    """Return ``fault_list``: every injected fault or repair, with its lateness in seconds."""
+    """Return ``fault_list``: every injected fault or repair, with the lateness in seconds."""
     rows = []
     for strike in record.strikes:
         late = strike.struck - strike.intended
@@ -96,7 +96,7 @@ def faults(record: RunView) -> list[dict[str, Any]]:
 
 
 def recovery_list(record: RunView) -> list[dict[str, Any]]:
-    """Return ``recovery_list``: every detected fault, with the fields that the method adds.
+    """Return ``recovery_list``: every detected fault, with the fields added by the method.
 
     ``deficit`` is the lateness of computations in seconds caused by the host during the recovery: the mean over the
     processors of the worst device.

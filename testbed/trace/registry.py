@@ -79,7 +79,7 @@ RESERVED = {
 
 
 def _check_keys(declared: MetricsSpec, metrics: Mapping[str, Metric]) -> None:
-    """Raise ValueError for a name that would replace another value in ``metrics.json``."""
+    """Raise ValueError for a name already used in ``metrics.json``."""
     for metric in declared.metrics:
         if metric.name in RESERVED:
             raise ValueError(
@@ -96,7 +96,7 @@ def _check_keys(declared: MetricsSpec, metrics: Mapping[str, Metric]) -> None:
 
 @cache
 def _packaged_metrics() -> Mapping[str, Metric]:
-    """Return the metrics of installed packages; a broken package is only logged, since it affects every run."""
+    """Return the metrics of installed packages; errors of a package are only logged, since every run is affected."""
     metrics: dict[str, Metric] = {}
     for point in plugins.installed(GROUP).values():
         try:
@@ -159,7 +159,7 @@ def metric_kind(name: str, metrics: Mapping[str, Metric]) -> MetricKind:
 
 
 def is_member(name: str, grouped: str) -> bool:
-    """Return whether a name is that of one member of a metric whose name has a placeholder.
+    """Return whether a name matches the name of a metric with a placeholder.
 
     >>> is_member("layers.2.dropped", "layers.<layer>.dropped"), is_member("metrics.f1", "metrics.<metric>")
     (True, True)

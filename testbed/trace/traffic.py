@@ -95,7 +95,7 @@ METRICS = (
 
 @dataclass(slots=True)
 class LinkUse:
-    """Traffic on a directed link; a broadcast counts on the link to each of its receivers."""
+    """Traffic on a directed link; a broadcast counts on the link to each receiver."""
 
     messages: int = 0
     """Number of messages, casts included."""

@@ -155,7 +155,7 @@ def _check_limits(fidelity: Mapping[str, Any]) -> list[Check]:
 def _bounded_check(
     name: str, value: float, maximum: float, detail: str, maximum_text: str
 ) -> Check:
-    """Return a check that holds if a value is at most ``maximum``; otherwise its detail has ``maximum_text``, too."""
+    """Return a check for a value of at most ``maximum``; the detail of a failed check includes ``maximum_text``."""
     if value <= maximum:
         return Check(name, True, detail)
     return Check(name, False, f"{detail} (at most {maximum_text})")
@@ -178,7 +178,7 @@ def _check_status(outcome: Outcome) -> Check:
 
 
 def _name_gaps(log: EventLog, event_name: str) -> list[str]:
-    """Return a text about the steps (or requests) that are missing in the log before later ones, if any.
+    """Return a text about the steps (or requests) missing in the log before later ones, if any.
 
     The field with the number of a step or request has the name of the event.
     """
@@ -236,7 +236,7 @@ def _check_events(record: RunView) -> Check:
 
 
 def _check_missed_updates(record: RunView) -> list[Check]:
-    """Check for rounds that ended without the update of a device although no fault occurred.
+    """Check for rounds without the update of a device although no fault occurred.
 
     If the scenario sets `round_deadline`, missed updates may be intended and are a remark only.
     """
@@ -366,7 +366,7 @@ def _describe_load(fidelity: Mapping[str, Any]) -> str:
 
 
 def _check_recoveries(recoveries: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Check the share of each recovery in ``recovery_list`` that the host added to computations."""
+    """Check the share of each recovery in ``recovery_list`` added by the host to computations."""
     shares = []
     for recovery in recoveries:
         if recovery["seconds"]:
@@ -389,7 +389,7 @@ def _check_stolen_time(fidelity: Mapping[str, Any]) -> list[Check]:
 
 
 def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
-    """Check the number of packets that the emulation itself dropped, counted by device and kind of queue."""
+    """Check the number of packets dropped by the emulation itself, counted by device and kind of queue."""
     queues = fidelity.get("queues")
     if queues is None:
         return []
@@ -416,7 +416,7 @@ def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
 
 
 def _unread_datagrams_check(unread: Mapping[str, int]) -> Check:
-    """Return the failed check of datagrams, counted by device, that overflowed the receivers' sockets."""
+    """Return the failed check of datagrams lost at the receivers' sockets, counted by device."""
     worst = max(unread, key=lambda name: unread[name])
     detail = (
         f"the sockets of devices dropped {sum(unread.values())} datagrams before their agents could read them, "
