@@ -34,7 +34,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class FaultContext:
-    """Facts of a run used to validate its faults."""
+    """Facts of a run for the validation of faults."""
 
     devices: Sequence[DeviceSpec]
     links: Mapping[Pair, Link]
@@ -91,7 +91,7 @@ class FaultAction(Generic[V]):
         return str(self.value)
 
     def named(self) -> list[tuple[Key, str]]:
-        """Return the key relative to the action, and the name, of every device that the action names."""
+        """Return the key relative to the action, and the name, of every device named by the action."""
         return [((), self.target)]
 
     def problems(self, context: FaultContext) -> Iterator[tuple[Key, str]]:
@@ -109,7 +109,7 @@ class FaultAction(Generic[V]):
         return f"'{self.name}' is a repair and has no duration: remove 'for'"
 
     def mends(self, kind: type[FaultAction[Any]], target: str) -> bool:
-        """Return whether this action undoes an action of the given class and target."""
+        """Return whether the action undoes an action of the given class and target."""
         # Either class may state the relation, because a package's fault cannot extend the testbed's repairs.
         if kind.name not in self.undoes and self.name not in kind.undone_by:
             return False
@@ -118,14 +118,14 @@ class FaultAction(Generic[V]):
     def turns(
         self, began: float, ends: float
     ) -> Iterator[tuple[FaultPhase, float]] | None:
-        """Return the phases and times of a repeating action that strikes from ``began`` to ``ends``, in seconds.
+        """Return the phases and times of a repeating action from ``began`` to ``ends``, in seconds.
 
         None for an action that strikes once.
         """
         return None
 
     def apply(self, state: SystemState, handle: str) -> SystemState:
-        """Return the state after the action: a fault is put in force, a repair ends the faults that it undoes.
+        """Return the state after the action: a fault is put in force, a repair ends the matching faults.
 
         Raises ValueError for a handle in use.
         """
@@ -213,7 +213,7 @@ class SystemState:
     def switch(
         self, device: str, transitions: Mapping[DeviceState, DeviceState]
     ) -> SystemState:
-        """Return the state after a transition of a device; unchanged if its state has no transition."""
+        """Return the state after a transition of a device; unchanged if the device's state has no transition."""
         device_state = self.devices[device]
         if device_state not in transitions:
             return self
@@ -236,7 +236,7 @@ class SystemState:
         return replace(self, in_force=remaining)
 
     def with_links(self, links: Mapping[Pair, Link]) -> SystemState:
-        """Return the state with links that replace those of the scenario."""
+        """Return the state with links replacing the scenario's links."""
         return replace(self, set_links={**self.set_links, **links})
 
     def set_speed(self, device: str, factor: float) -> SystemState:
@@ -358,17 +358,17 @@ class FaultTarget(Protocol):
         """Apply changed links and speeds at once; ``state`` is the complete new state."""
 
     def kill(self, device: str) -> None:
-        """Stop a device abruptly; its memory is lost."""
+        """Stop a device abruptly; the memory is lost."""
 
     def restart(self, device: str) -> None:
         """Boot a stopped device with the current links and speed."""
 
     def retire(self, device: str) -> None:
-        """Ask a device to leave; the device stops when its program returns."""
+        """Ask a device to leave; the device stops when the program returns."""
         ...
 
     def pause(self, device: str) -> None:
-        """Freeze a device; its memory is kept."""
+        """Freeze a device; the memory is kept."""
 
     def resume(self, device: str) -> None:
         """Continue a paused device."""

@@ -26,7 +26,7 @@ MIN_FACTOR = 1e-6
 
 
 class StateAction(FaultAction[str]):
-    """Base of actions that only change the state of a device.
+    """Base of actions changing only the state of a device.
 
     Such an action is never in force under a handle: a killed device that a user has restarted is simply up.
     """
@@ -38,7 +38,7 @@ class StateAction(FaultAction[str]):
     """Transitions of the reversal; none by default, since a repair is not reverted."""
 
     def apply(self, state: SystemState, handle: str) -> SystemState:
-        """Move the device to its next state."""
+        """Move the device to the next state."""
         return state.switch(self.value, self.changes)
 
     def undo(self, state: SystemState, handle: str) -> SystemState:
@@ -66,7 +66,7 @@ class Restart(StateAction):
 
 
 class Retire(StateAction):
-    """Ask a device to leave; the device stops when its program has handed over its state and returned."""
+    """Ask a device to leave; the device stops when the program has handed over the state and returned."""
 
     name = "retire"
     summary = "graceful shutdown: the device hands over its state, then stops"
@@ -76,7 +76,7 @@ class Retire(StateAction):
 
 
 class Join(Restart):
-    """Boot a device that was killed or has retired."""
+    """Boot a killed or retired device."""
 
     name = "join"
     summary = "a device that was killed or has retired boots again"
@@ -102,7 +102,7 @@ class Resume(StateAction):
 
 
 class ThrottlePart(ConfigModel):
-    """A device and its reduced speed."""
+    """A device with a reduced speed."""
 
     device: Name = Field(description="the device")
     speed: Speed | None = Field(None, gt=0, description="speed during the fault")

@@ -153,7 +153,7 @@ class Degrade(LinkFault[DegradePart]):
                 yield (key,) if getattr(part, key) is not None else (), text
 
     def impair(self, link: Link, pair: Pair, state: SystemState) -> Link:
-        """Override the properties that the scenario gives for the fault."""
+        """Override the link's properties with the properties given for the fault."""
         return overlay(link, self.value, state.is_from_first(pair))
 
 
@@ -170,7 +170,7 @@ class ObstructPart(LinkSetPart):
 
 
 class Obstruct(LinkFault[ObstructPart]):
-    """Raise the path loss exponent of radio links, and with it the loss of broadcasts.
+    """Raise the path loss exponent of radio links, and thus the loss of broadcasts.
 
     An obstruction never reduces the loss; among several obstructions of a link, the highest exponent decides.
     """
@@ -196,14 +196,14 @@ class Obstruct(LinkFault[ObstructPart]):
             )
 
     def impair(self, link: Link, pair: Pair, state: SystemState) -> Link:
-        """Raise the loss to the share of packets that arrive too weak for the receiver."""
+        """Raise the loss to the share of packets arriving too weak for the receiver."""
         assert state.radio is not None, "`problems` has refused a missing radio"
         loss = 1 - state.radio.reception_ratio(pair, self.value.path_loss_exponent)
         return replace(link, message_loss=max(link.message_loss, loss))
 
 
 class FlapPart(LinkSetPart):
-    """Links that repeatedly go down and up."""
+    """Links going down and up repeatedly."""
 
     down: Duration = Field(gt=0, description="duration of each outage")
     up: Duration = Field(gt=0, description="duration between two outages")
@@ -224,7 +224,7 @@ class Flap(LinkFault[FlapPart]):
 
     @property
     def reason_against_for(self) -> str | None:
-        """Reason why the action has no duration: its schedule already has an end."""
+        """Reason why the action has no duration: the schedule already has an end."""
         if self.value.times is None:
             return None
         return "a flap ends after 'times' or after 'for': give one of the two"

@@ -42,7 +42,7 @@ FAULTS = Registry(
 
 
 def _action_of(name: str) -> type[FaultAction[Any]]:
-    """Return the class of an action; for an unusable package, a class that rejects every value."""
+    """Return the class of an action; for an unusable package, a class rejecting every value."""
     try:
         return FAULTS.find(name)
     except InputError as error:
@@ -70,7 +70,7 @@ _Keys: Any = create_model("_Keys", __base__=ConfigModel, **_FIELDS)
 
 
 def repair_action(name: str, target: str) -> FaultAction[str] | None:
-    """Return the action of a recorded ``fault`` event, given its name and target; None unless it is a repair."""
+    """Return the action of a recorded ``fault`` event, given name and target; None unless the action is a repair."""
     kind = ACTIONS.get(name)
     return kind(target) if kind is not None and kind.undoes else None
 
@@ -120,7 +120,7 @@ class ActionPart(_Keys):
 
     @property
     def action(self) -> FaultAction[Any]:
-        """The action of the only key that is set."""
+        """The action of the only key set in the section."""
         (action,) = self._actions()
         return action
 
@@ -140,7 +140,7 @@ class ActionPart(_Keys):
 
 
 class FaultPart(ActionPart):
-    """A fault or repair with its time or trigger: exactly one of ``at``, ``when`` and ``after``."""
+    """A fault or repair with a time or trigger: exactly one of ``at``, ``when`` and ``after``."""
 
     at: Duration | None = Field(
         None, description="time since the start of the workload"
@@ -166,7 +166,7 @@ class FaultPart(ActionPart):
 
 
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
-    """Return the key relative to the fault, and the name, of every device that a fault or its trigger names."""
+    """Return the key relative to the fault, and the name, of every device named in the fault or the trigger."""
     action = part.action
     named: list[tuple[Key, str]] = []
     for key, name in action.named():
@@ -183,7 +183,7 @@ def problems(
     events: Mapping[str, Collection[str]],
     batches: int | None = None,
 ) -> list[Diagnostic]:
-    """Return the problems of faults that depend on the other sections and on the plan of a run.
+    """Return the problems of faults in the context of the other sections and of the plan of a run.
 
     ``spans`` returns the names of the spans that a device may begin, None if unknown. ``events`` maps recorded events
     to the trigger keys that can match each. ``batches`` is the number of batches of the workload, None if unknown. A

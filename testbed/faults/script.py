@@ -125,7 +125,7 @@ class FaultScript:
 
     @property
     def watched_events(self) -> frozenset[str]:
-        """Names of the events that can fire a trigger."""
+        """Names of the events watched by triggers."""
         return frozenset(trigger.recorded for trigger in self._triggers.values())
 
     def observe(
@@ -146,7 +146,7 @@ class FaultScript:
         return operations
 
     def has_pending_start(self, device: str) -> bool:
-        """Return whether an operation that is not complete will start a stopped device."""
+        """Return whether an incomplete operation will start a stopped device."""
         pending = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
         for index, (part, _) in enumerate(self._faults):
             if index not in self._struck:
@@ -198,7 +198,7 @@ class FaultScript:
         heapq.heappush(self._deadlines, (intended, index, phase == "undo", operation))
 
     def _end_turns(self, repair: FaultAction[Any]) -> None:
-        """Cancel the remaining turns of all repeating actions that an action undoes."""
+        """Cancel the remaining turns of all repeating actions undone by ``repair``."""
         ended = set()
         for index in self._turns:
             repeating = self._faults[index][1]

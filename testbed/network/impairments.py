@@ -58,7 +58,7 @@ def loss_chain(link: Link) -> GilbertElliott | None:
 
 
 def loss_process(link: Link, seed: str) -> Callable[[], bool] | None:
-    """Return a function that returns whether the next packet is lost; None for a link without loss."""
+    """Return a function to draw the loss of the next packet; None for a link without loss."""
     chain = loss_chain(link)
     if chain is None:
         return bernoulli_process(link.loss, seed)
@@ -84,7 +84,7 @@ def _chained_losses(chain: GilbertElliott, seed: str) -> Callable[[], bool]:
 
 
 def bernoulli_process(probability: float, seed: str) -> Callable[[], bool] | None:
-    """Return a function that returns True with a probability, independently at each call; None for probability 0."""
+    """Return a function returning True with a probability, independently at each call; None for probability 0."""
     if not probability:
         return None
     random = Random(seed).random
@@ -92,7 +92,7 @@ def bernoulli_process(probability: float, seed: str) -> Callable[[], bool] | Non
 
 
 def delay_process(link: Link, seed: str) -> Callable[[], float] | None:
-    """Return a function that returns the delay of the next packet in seconds; None for a constant delay."""
+    """Return a function to draw the delay of the next packet in seconds; None for a constant delay."""
     draw_delay = _jittered_delays(link, seed) if link.jitter else None
     # A seed of its own, so that reordering does not change the jitter of the packets.
     overtakes = bernoulli_process(link.reorder, f"{seed} reorder")
@@ -149,7 +149,7 @@ def corrupt_packet(packet: bytes, random: Random) -> bytes | None:
 
 
 def expected_loss(link: Link) -> float:
-    """Return the share of packets that are lost, or dropped because of a wrong checksum."""
+    """Return the share of packets lost, or dropped because of a wrong checksum."""
     chain = loss_chain(link)
     loss = link.loss if chain is None else chain.loss
     return 1 - (1 - loss) * (1 - link.corrupt)

@@ -35,7 +35,7 @@ def transmission_time(wire_bytes: float, rate: float | None) -> float:
 
 @dataclass(frozen=True)
 class GilbertElliott:
-    """Bursty loss: a two-state Markov chain that moves before each packet.
+    """Bursty loss: a two-state Markov chain moving before each packet.
 
     The parameters are those of netem (``loss gemodel p r 1-h 1-k``). The share of time in the bad state is p / (p + r).
 
@@ -157,7 +157,7 @@ def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
 
 @dataclass(frozen=True)
 class Cell:
-    """Devices on one radio channel, whose rate all transmissions between them share.
+    """Devices on one radio channel, whose rate is shared by all transmissions between members.
 
     Messages from a member to a device outside the cell do not use the channel. The rates of the links apply in addition
     to that of the channel.

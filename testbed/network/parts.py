@@ -50,7 +50,7 @@ _THIS_HOST = IPv4Network("0.0.0.0/8")
 
 
 class LinkPart(ConfigModel):
-    """Properties of one direction of a link. Missing properties keep the values of the link that this one overrides."""
+    """Properties of one direction of a link. Missing properties keep the values of the overridden link."""
 
     preset: str | None = Field(
         None,
@@ -106,7 +106,7 @@ class LinkPart(ConfigModel):
 
 
 class PairLinkPart(LinkPart):
-    """A link with properties of its own: ``from``/``to`` for one direction, ``between`` for both."""
+    """A link with individual properties: ``from``/``to`` for one direction, ``between`` for both."""
 
     from_: Name | None = Field(
         None, alias="from", description="sender, for one direction"
@@ -125,7 +125,7 @@ class PairLinkPart(LinkPart):
         return self
 
     def ends(self) -> list[tuple[Key, str]]:
-        """Return the key in this section, and the name, of each of the two devices."""
+        """Return the key in the section, and the name, of each of the two devices."""
         if self.between is not None:
             one, other = self.between
             return [(("between", 0), one), (("between", 1), other)]
@@ -139,7 +139,7 @@ class PairLinkPart(LinkPart):
 
 
 class CellPart(ConfigModel):
-    """A radio cell: all transmissions between its devices share one channel."""
+    """A radio cell: all transmissions between the member devices share one channel."""
 
     devices: tuple[Name, ...] = Field(
         (),
@@ -154,7 +154,7 @@ class CellPart(ConfigModel):
 
 
 class ReceptionReferencePart(ConfigModel):
-    """The configuration in which a radio has its mean reception ratio, if it differs from that of the run."""
+    """The configuration for the mean reception ratio of a radio, if different from the run's configuration."""
 
     path_loss_exponent: float | None = Field(
         None, gt=0, description="path loss exponent; default: that of the run"
@@ -178,7 +178,7 @@ class ReceptionReferencePart(ConfigModel):
 
 
 class RadioPart(ConfigModel):
-    """Positions and radios of the devices, from which the share of casts that each receiver loses is computed."""
+    """Positions and radios of the devices, which determine the share of casts lost by each receiver."""
 
     area: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(
         description=(
@@ -326,7 +326,7 @@ PROPERTIES = tuple(
 
 
 def explicit_properties(part: LinkPart) -> dict[str, Any]:
-    """Return the properties that a section sets, without those of its preset, by field of `Link`."""
+    """Return the properties set in a section, without the preset's properties, by field of `Link`."""
     values = {name: getattr(part, name) for name in PROPERTIES}
     properties = {name: value for name, value in values.items() if value is not None}
     if part.bursts is not None:
@@ -337,7 +337,7 @@ def explicit_properties(part: LinkPart) -> dict[str, Any]:
 
 
 def overlay(link: Link, part: LinkPart, is_from_first: bool) -> Link:
-    """Return a link with the properties that a section sets: those of its preset, then those of its other keys.
+    """Return a link with the properties of a section: first the preset's properties, then the other keys.
 
     A loss replaces the bursts of the link, and bursts replace its loss. A jitter of 0 also removes distribution and
     correlation of the jitter, and a loss of 0 the correlation of losses. ``is_from_first`` states whether the link

@@ -128,7 +128,7 @@ def draw_positions(
     area: tuple[float, float],
     seed: int,
 ) -> dict[str, Position]:
-    """Return the position of each device in metres: that of ``fixed``, or one drawn uniformly from the area.
+    """Return the position of each device in metres: from ``fixed``, or drawn uniformly from the area.
 
     The draw for a device depends only on its name and the seed, not on the other devices.
     """
@@ -147,7 +147,7 @@ def _random_position(area: tuple[float, float], seed: int) -> Position:
 
 @dataclass(frozen=True)
 class Radio:
-    """Devices that communicate by radio, with their positions."""
+    """Devices communicating by radio, with their positions."""
 
     propagation: Propagation
     positions: Mapping[str, Position]

@@ -22,7 +22,7 @@ MAX_LINKS = 2_000_000
 
 
 def with_profiles(scenario: Scenario) -> Scenario:
-    """Return the scenario with the contents of its profile files included."""
+    """Return the scenario with the contents of all profile files included."""
     devices = {}
     for name, part in scenario.devices.items():
         if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
@@ -54,7 +54,7 @@ def device_names(name: str, part: DevicePart) -> list[str]:
 
 
 def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
-    """Return every device with its profile and the values that override it, in the order of the scenario.
+    """Return every device with the values of the profile and the scenario, in the order of the scenario.
 
     Raises `InputError` for invalid names, unknown profiles and presets, and too many devices.
     """
@@ -125,7 +125,7 @@ _OVERRIDES = (
 
 
 def _override_profile(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
-    """Return a device of a profile with the values that the scenario gives for it."""
+    """Return a device of a profile with the values set in the scenario."""
     if part.access is not None:
         preset = PRESETS[part.access]
         device = replace(device, uplink=preset.up, downlink=preset.down)

@@ -186,7 +186,7 @@ def _default_links(network: NetworkPart) -> dict[bool, Link]:
 
 
 def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:
-    """Yield the problems of a link, located in the section ``part`` at ``key``, which was the last to change it."""
+    """Yield the problems of a link, located in the section ``part`` at ``key``, the last one to change the link."""
     link_problems = checks.problems(link)
     # `normal` is the default, so only the section shows whether the user asked for it.
     if part.distribution is not None and link.jitter == 0 and not link_problems:
@@ -289,7 +289,7 @@ def _expand_changes(
 def unknown_device_text(
     name: str, scenario: Scenario, names: Collection[str]
 ) -> str | None:
-    """Return the error text for a name that is not in ``names``, the devices of the scenario; None for a device."""
+    """Return the error text for a name missing in ``names``, the devices of the scenario; None for a device."""
     if name in names:
         return None
     part = scenario.devices.get(name)

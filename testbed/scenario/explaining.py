@@ -40,7 +40,7 @@ def explain(
 
 
 def _closest_key(key: Key, model: type[BaseModel]) -> Key:
-    """Return the key of the model most similar to an unknown one; its section if none is similar."""
+    """Return the key of the model most similar to an unknown key; the enclosing section if none is similar."""
     *section, name = key
     return (*section, *closest(str(name), _known_keys(tuple(section), model)))
 
@@ -70,7 +70,7 @@ def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
 def _schema_alternatives(
     schema: Mapping[str, Any], model: type[BaseModel]
 ) -> list[Mapping[str, Any]]:
-    """Return the schemas of all forms that a value may have, such as a name or a mapping; follows references."""
+    """Return the schemas of all valid forms of a value, for example name or mapping; follows references."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return _schema_alternatives(_schema_of(model)["$defs"][name], model)
@@ -112,7 +112,7 @@ def _schema_of_item(schema: Mapping[str, Any], part: str | int) -> Any:
 
 
 def _known_keys(key: Key, model: type[BaseModel]) -> list[str]:
-    """Return the names of the keys that may appear directly below a key."""
+    """Return the names of the valid keys directly below a key."""
     names: list[str] = []
     for alternative in _schema_alternatives(_schema_at(key, model), model):
         names += alternative.get("properties", {})
@@ -140,7 +140,7 @@ Formatter = Callable[[ErrorDetails, Key, type[BaseModel]], str]
 
 
 def _value_formatter(text: str) -> Formatter:
-    """Return a formatter that puts the invalid value before the text, as in ``'x' must be a number``."""
+    """Return a formatter with the invalid value before the text, as in ``'x' must be a number``."""
 
     def format_value(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
         value = detail["input"]

@@ -66,7 +66,7 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
 
 
 def _with_trace(scenario: Scenario, source: Source) -> Scenario:
-    """Replace the name of a link trace by the lines of this file."""
+    """Replace the name of a link trace by the lines of the file."""
     # The scenario in the results folder then needs no second file.
     if isinstance(scenario.trace, str):
         file = source.folder / scenario.trace
@@ -83,7 +83,7 @@ def _with_trace(scenario: Scenario, source: Source) -> Scenario:
 
 
 def _trace_lines(file: Path, where: str) -> dict[int, str]:
-    """Return the entries of a link trace by line number; ``where`` is the place in the scenario that names the file."""
+    """Return the entries of a link trace by line number; ``where`` is the place of the file's name in the scenario."""
     try:
         text = _read_text(
             file,
@@ -146,7 +146,7 @@ def _read_scenario(file: Path) -> str:
 
 
 def _read_text(file: Path, *, size_hint: str, format_hint: str) -> str:
-    """Read a text file; the hints end the messages about a file that is too large or not text."""
+    """Read a text file; the hints end the messages for files too large or not text."""
     if file.stat().st_size > _MAX_BYTES:
         raise InputError(f"{file}: is larger than 1 MiB: {size_hint}")
     try:
@@ -225,7 +225,7 @@ class _Reader:
         return f"{self.file}:{line}: is not YAML: {reason}{hint}"
 
     def _node_value(self, node: Node, key: Key) -> Any:
-        """Return the plain value of a node at a key, and report its problems."""
+        """Return the plain value of a node at a key, and report problems of the value."""
         self.value_count += 1
         # Aliases of aliases can double the values with each line ("billion laughs").
         if self.value_count > _MAX_VALUES:

@@ -75,7 +75,7 @@ def point_text(point: Mapping[str, object]) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Shorten dotted keys to as many trailing parts as distinguish them from each other.
+    """Shorten dotted keys to the fewest trailing parts for which all keys differ.
 
     The ``name`` of a section stands for the section: ``workload.method.name`` is the method.
 

@@ -55,7 +55,7 @@ def _power_for_mean_reception(
     fixed_positions: Mapping[str, Position],
     seed: int,
 ) -> float:
-    """Return the transmit power in dBm that gives the mean reception ratio `mean_reception`.
+    """Return the transmit power in dBm for the mean reception ratio `mean_reception`.
 
     The mean is over the devices, area and path loss of `mean_reception_at`, by default those of the radio.
     """

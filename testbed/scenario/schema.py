@@ -81,7 +81,7 @@ class Source:
         return self.overrides.get(position) or f"{self.file}:{self.lines[position]}"
 
     def override(self, origins: Mapping[Key, str]) -> Source:
-        """Return the source with keys, and everything below them, marked as set by the given origins."""
+        """Return the source with keys, and everything below each key, marked as set by the given origins."""
         return replace(self, overrides={**self.overrides, **origins})
 
     def error(self, problems: Iterable[Diagnostic]) -> InputError:
@@ -286,7 +286,7 @@ class DevicePart(ConfigModel):
 
 
 class MachinePart(ConfigModel):
-    """A computer that several devices share, each as a process or container."""
+    """A computer shared by several devices, each a process or container."""
 
     devices: tuple[Name, ...] = Field(
         (),
@@ -316,7 +316,7 @@ points: each seed with 5mbit and batches of 8, and with 9mbit and batches of 16.
 
 
 class ResultsPart(ConfigModel):
-    """Optional outputs of each run besides the files in its results folder."""
+    """Optional outputs of each run besides the files in the results folder."""
 
     to: tuple[Literal["csv", "tensorboard", "mlflow", "wandb"], ...] = Field(
         (),
