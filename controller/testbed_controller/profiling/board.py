@@ -95,7 +95,7 @@ def training_seconds(module: nn.Module, inputs: torch.Tensor) -> float:
 def fit_rates(
     work: Sequence[tuple[float, ...]], *, relative: bool = False
 ) -> tuple[float | None, ...]:
-    """Return the rates with the best prediction of layer times, one for each kind of work.
+    """Return the rates that best predict layer times, one for each kind of work.
 
     A row of ``work`` is a layer: its amounts of each kind of work, such as FLOPs and bytes, and its time in seconds.
     The predicted time is the sum of the amounts divided by their rates, fitted by least squares of the absolute or

@@ -231,7 +231,7 @@ def _draw_intervals(
     scale: _Scale,
     transform: Transform,
 ) -> None:
-    """Draw the confidence intervals of a line as error bars at the marks, or as a band with few marks."""
+    """Draw the confidence intervals of a line as error bars at the marks, or as a band if the marks are few."""
     colour = COLOURS[line.colour]
     if line.is_marked:
         style = {"transform": transform, "ecolor": colour}
