@@ -36,7 +36,7 @@ class Augmentation:
 
     @property
     def copies(self) -> int:
-        """Number of different augmented versions of a sample; epochs beyond this number repeat the versions."""
+        """Number of different augmented versions of a sample; further epochs repeat the versions."""
         workload = self.workload
         part = workload.data.augment
         if part is not None and part.copies is not None:
@@ -98,7 +98,7 @@ def make_augmentation(
     shape: tuple[int, ...],
     samples: int,
 ) -> Augmentation:
-    """Return the augmentation that a workload configures.
+    """Return the augmentation configured by a workload.
 
     ``shape`` is the shape of a sample, and ``samples`` the number of training samples.
 

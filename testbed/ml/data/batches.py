@@ -59,7 +59,7 @@ def batch_length(
 
 
 def leftover_samples(samples: int, batch_size: int, *, drop_last: bool = True) -> int:
-    """Return the number of samples that each epoch leaves out.
+    """Return the number of samples left out by each epoch.
 
     >>> leftover_samples(100, 32)
     4
@@ -71,7 +71,7 @@ def leftover_samples(samples: int, batch_size: int, *, drop_last: bool = True) -
 
 
 def is_due(done: int, every: float | None) -> bool:
-    """Return whether an action is due after ``done`` steps if its interval is ``every`` steps; None or 0: never.
+    """Return whether an action with an interval of ``every`` steps is due after ``done`` steps; None or 0: never.
 
     >>> is_due(20, every=10), is_due(0, every=10), is_due(20, every=None)
     (True, False, False)

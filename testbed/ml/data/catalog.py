@@ -51,7 +51,7 @@ def data_place(name: str) -> Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download: its addresses, its checksum, and the members to keep if it is an archive."""
+    """A file to download: addresses, checksum, and the members to keep of an archive."""
 
     name: str
     bases: tuple[str, ...]
@@ -110,7 +110,7 @@ def _required_files(source: DataSource, *folders: Path) -> list[Path]:
 
 
 def _find_first(name: str, folders: Sequence[Path]) -> Path | None:
-    """Return a file from the first folder that contains the file; None if all lack it."""
+    """Return a file from the first folder containing the file; None if all folders lack the file."""
     for folder in folders:
         path = files.find(folder, name)
         if path is not None:
@@ -152,7 +152,7 @@ def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples
 
 
 def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    """Read a split of EMNIST; raises `InputError` for labels outside its classes."""
+    """Read a split of EMNIST; raises `InputError` for labels outside the split's classes."""
     # EMNIST numbers letters from 1.
     first_label = 1 if source.name == "emnist-letters" else 0
 
@@ -232,7 +232,7 @@ _MNIST_FILES = (
 def _mnist_remotes(
     bases: tuple[str, ...], md5s: tuple[str, str, str, str]
 ) -> tuple[Remote, ...]:
-    """Return the downloads of `_MNIST_FILES`, from their checksums in this order."""
+    """Return the downloads of `_MNIST_FILES`, from their checksums in the same order."""
     remotes = []
     for name, md5 in zip(_MNIST_FILES, md5s, strict=True):
         remotes.append(Remote(f"{name}.gz", bases, md5))
@@ -389,7 +389,7 @@ DATASETS: dict[str, DataSource] = {
 
 
 def describe(name: str) -> DataSource:
-    """Describe a set without reading its files; raises `InputError` for an unknown name.
+    """Describe a set without reading any file; raises `InputError` for an unknown name.
 
     >>> describe("synthetic-3x32x32-100").shape
     (3, 32, 32)
@@ -487,7 +487,7 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[Any]:
 
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
-    """Return a number for each value of the column by which a scenario splits its training samples, (samples,).
+    """Return a number for each value of the column by which a scenario splits the training samples, (samples,).
 
     None for a split by other rules; raises `InputError`.
     """
@@ -533,7 +533,7 @@ def problems(part: DataPart, path: Path) -> Iterator[tuple[Key, str]]:
 def _folder_problems(
     source: DataSource, name: str, folder: Path
 ) -> Iterator[tuple[Key, str]]:
-    """Yield (key, problem) for the folder of a catalogue set; only headers of its files are read."""
+    """Yield (key, problem) for the folder of a catalogue set; only headers of files are read."""
     found = [files.find(folder, file) for file in source.files]
     present = [path for path in found if path is not None]
     download = f"`testbed setup data {name}` downloads them"
@@ -555,7 +555,7 @@ def _folder_problems(
 
 
 def load(part: DataPart, folder: Path | None = None, *, blank: bool = False) -> Dataset:
-    """Read the set named by a scenario, with its files from ``folder`` (``part.folder`` if None).
+    """Read the set named by a scenario, with files from ``folder`` (``part.folder`` if None).
 
     For a set stored in one file, ``folder`` is that file (``part.path`` if None). With ``blank``, images are black and
     only labels are read.

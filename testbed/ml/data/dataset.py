@@ -88,7 +88,7 @@ class Dataset:
         return self.train_images.dtype.kind == "i"
 
     def with_floats(self) -> Dataset:
-        """Return a copy with samples of float32, for networks that accept no integers."""
+        """Return a copy with samples of float32, for networks accepting no integers."""
         if not self.integers:
             return self
         return replace(
@@ -98,7 +98,7 @@ class Dataset:
         )
 
     def blank(self) -> Dataset:
-        """Return a copy with zeros for all values of the samples, for runs that need shapes only.
+        """Return a copy with zeros for all values of the samples, for runs requiring shapes only.
 
         The labels stay, and the samples take no memory.
         """
@@ -143,7 +143,7 @@ class Dataset:
         return replace(self, train_images=images, augmentation=None)
 
     def with_noise(self, deviation: float, seed: int) -> Dataset:
-        """Return a copy with Gaussian noise of this standard deviation on the training samples, as float32."""
+        """Return a copy with Gaussian noise of the given standard deviation on the training samples, as float32."""
         generator = np.random.default_rng(seed)
         noise = generator.normal(0, deviation, self.train_images.shape)
         # The sum is computed in float64, so it is rounded only once.
@@ -196,7 +196,7 @@ _ARRAYS = {
 
 
 def pack(dataset: Dataset) -> bytes:
-    """Return a data set as the body of a message: its arrays, with name and number of classes as metadata.
+    """Return a data set as the body of a message: the arrays, with name and number of classes as metadata.
 
     >>> from testbed.ml.data.synthetic import make
     >>> dataset = make("synthetic-1x4x4-2", train=4, test=2)
@@ -229,7 +229,7 @@ def unpack(body: Buffer) -> Dataset:
 
 
 def _check_types(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Raise `TensorError` unless the arrays are those of a data set, each of a permitted type."""
+    """Raise `TensorError` unless the arrays have the names and permitted types of a data set's arrays."""
     is_valid = set(arrays) == set(_ARRAYS)
     for name, array in arrays.items():
         if array.dtype.name not in _ARRAYS.get(name, ()):

@@ -120,7 +120,7 @@ def _write_download(
 
 
 def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
-    """Move a verified download into the folder, or the members of an archive that the set needs."""
+    """Move a verified download into the folder, or the required members of an archive."""
     if not remote.members:
         download.replace(folder / remote.name)
         return

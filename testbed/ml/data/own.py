@@ -284,7 +284,7 @@ def _separate_column(stored: _StoredSet, split_column: str) -> _StoredSet:
 
 
 def _pop_column(pair: StoredPair, split_column: str) -> tuple[StoredPair, Groups]:
-    """Return a pair whose samples lack the input ``split_column``, and the groups by this input.
+    """Return a pair whose samples lack the input ``split_column``, and the groups by the removed input.
 
     The groups are None for samples without this input.
     """
@@ -298,7 +298,7 @@ def _pop_column(pair: StoredPair, split_column: str) -> tuple[StoredPair, Groups
 
 
 def _check_pair(pair: StoredPair, subject: str, key: Key) -> tuple[CheckedPair, Fields]:
-    """Return samples and labels of float32 or int64, and the inputs of a sample, () if there is one input.
+    """Return samples and labels of float32 or int64, and the inputs of a sample, () for a single input.
 
     In this and all other checks, ``subject`` names the samples at the beginning of an error, and ``key`` is the
     scenario's key of the error.
@@ -535,7 +535,7 @@ def _name_by_position(inputs: Sequence[Any]) -> dict[str, Any]:
 
 
 def _read_sample(item: Any) -> tuple[Any, Any]:
-    """Return a sample (a mapping for several inputs) and its label."""
+    """Return a sample (a mapping for several inputs) and the label."""
     if not isinstance(item, Mapping):
         sample, label = item
         if isinstance(sample, tuple):
@@ -568,7 +568,7 @@ def _unwrap_single(inputs: dict[str, npt.NDArray[Any]]) -> StoredSamples:
 
 
 def _stack_samples(samples: Sequence[Any], padding: int) -> npt.NDArray[Any]:
-    """Stack samples or labels to (samples, ...); ``padding`` fills the end of those with a shorter first axis."""
+    """Stack samples or labels to (samples, ...), extending shorter first axes with ``padding``."""
     arrays = [_to_array(sample) for sample in samples]
     longest = 0
     for array in arrays:
@@ -736,7 +736,7 @@ def _from_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _from_npy_folder(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Map the arrays of a folder into memory: they may be larger than memory."""
+    """Memory-map the arrays of a folder, which may be larger than memory."""
     arrays = {}
     for file in path.glob("*.npy"):
         arrays[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)

@@ -70,7 +70,7 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
 
 
 def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
-    """Return the largest centred frame with the aspect ratio of an image of this width and height.
+    """Return the largest centred frame with the aspect ratio of an image of the given width and height.
 
     ``shape`` is the shape of the network's input, (channels, height, width).
 
@@ -115,7 +115,7 @@ def photos() -> list[Image]:
 
 
 def read(path: Path) -> Image:
-    """Read a file in any format of Pillow, rotated by its EXIF orientation; raises `InputError` naming the file."""
+    """Read a file in any format of Pillow, rotated by the EXIF orientation; raises `InputError` naming the file."""
     require_extra("PIL", "pictures", f"reading {path}")
     from PIL import Image, ImageOps, UnidentifiedImageError
 

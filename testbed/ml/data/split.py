@@ -101,7 +101,7 @@ def _shares_by_device(
 
 
 def _empty_share_remedy(rule: Split) -> str:
-    """Return the advice for a rule that leaves a device without samples."""
+    """Return the advice for a rule leaving a device without samples."""
     if isinstance(rule, SplitPart) and rule.column is not None:
         return "the column has fewer values than there are devices: use fewer devices"
     if isinstance(rule, SplitPart) and rule.shards is not None:
@@ -119,7 +119,7 @@ def _draw_shares(
     groups: Indices | None,
     draw: int,
 ) -> list[Indices]:
-    """Return the unsorted shares of a draw; the other arguments are those of `split_samples`.
+    """Return the unsorted shares of a draw; for the other arguments, see `split_samples`.
 
     Draws are counted from 0, and only `dirichlet` and `quantity` depend on the number.
     """
@@ -223,7 +223,7 @@ def _split_dirichlet(
 
 
 def _empty_shares(devices: int) -> list[list[Indices]]:
-    """Return a list for each device, to which index arrays are appended; `_join_shares` concatenates them."""
+    """Return a list for each device, to which index arrays are appended for `_join_shares`."""
     return [[] for _ in range(devices)]
 
 
@@ -276,7 +276,7 @@ def _split_by_shards(
     classes_per_device: int,
     seed: int,
 ) -> list[Indices]:
-    """Assign some classes to each device, all classes about equally often; owners of a class share it evenly.
+    """Assign some classes to each device, all classes about equally often; the owners of a class get equal parts.
 
     The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
     """
@@ -309,7 +309,7 @@ def _deal_classes(
     classes_per_device: int,
     generator: np.random.Generator,
 ) -> list[list[int]]:
-    """Return different classes for each device, dealt like cards: a device's classes are its hand.
+    """Return different classes for each device, dealt like cards: each device's classes are a hand.
 
     A deck has each class once, and a new deck follows when no class remains for a hand, so all classes are dealt about
     equally often.

@@ -92,7 +92,7 @@ def read(
 
 
 def _read_groups(path: Path, split_column: str | None) -> npt.NDArray[np.int64] | None:
-    """Return the split column as integers, numbering its values in alphabetical order; None without such a column."""
+    """Return the split column as integers, numbering the values in alphabetical order; None without a split column."""
     if split_column is None:
         return None
     words = _distinct_words(path, [split_column])[split_column]
@@ -284,7 +284,7 @@ def _reject_empty_cells(
 
 
 def _value_kind(cells: npt.NDArray[Any]) -> Kind:
-    """Return the narrowest kind that can represent all cells of a block."""
+    """Return the narrowest kind able to represent all cells of a block."""
     if cells.dtype.kind in "iub":
         return np.int64
     if cells.dtype.kind == "f":

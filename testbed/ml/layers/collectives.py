@@ -42,7 +42,7 @@ _SINGLE = ""
 
 
 class Group:
-    """Devices that call the same operations in the same order; the program's mailbox must register `Contribution`.
+    """Devices calling the same operations in the same order; the program's mailbox must register `Contribution`.
 
     Operations match by their order, so concurrent activities, such as two requests at once, need separate groups with
     distinct numbers. An operation waits for every member, also for a failed one: a program that survives the loss of
@@ -78,7 +78,7 @@ class Group:
         return received[_SINGLE]
 
     async def scatter(self, states: Sequence[State] | None, root: str) -> State:
-        """Return on each member its entry of the root's ``states``, which are in member order; others pass None."""
+        """Return to each member one entry of the root's ``states``, which are in member order; others pass None."""
         operation = next(self._operations)
         if states is None:
             return await self._receive_part(operation, root)

@@ -92,7 +92,7 @@ def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
 
 
 def whole_memory(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
-    """Return the bytes that a device needs to train the whole model, or to infer with it, alone."""
+    """Return the bytes needed by one device alone for training or inference with the whole model."""
     model = problem.model
     units = range(len(model.units))
     samples = problem.workload.batch_size
@@ -108,7 +108,7 @@ def whole_memory(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
 
 
 def whole_seconds(problem: PlanningProblem[Any], device: DeviceSpec) -> float:
-    """Return the seconds that one device alone takes for a training step, or for a request of an inference workload."""
+    """Return the seconds taken by one device alone for a training step, or for a request of an inference workload."""
     units = problem.model.units
     samples = problem.workload.batch_size
     seconds = device.seconds(forward_cost(units, samples))

@@ -149,7 +149,7 @@ class Training:
         )
 
     def record_left_out(self, device: Device) -> None:
-        """Record the number of samples that each epoch leaves out, if any."""
+        """Record the number of samples left out by each epoch, if any."""
         samples = leftover_samples(
             self._samples, self._batch_size, drop_last=self._drop_last
         )

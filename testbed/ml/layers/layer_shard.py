@@ -105,7 +105,7 @@ class _DenseForward:
 
 
 class LayerShard:
-    """A slice of a layer with its gradients and optimizer state.
+    """A slice of a layer with gradients and optimizer state.
 
     Inputs and outputs are (samples, elements), with the elements of one channel after those of another. Forwards of
     several batches may wait for their gradients, each with its own key: in a pipeline a device forwards later batches
@@ -117,7 +117,7 @@ class LayerShard:
     def __init__(
         self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart
     ) -> None:
-        """Hold the slice ``part`` of a layer with its tensors and momentum.
+        """Hold the slice ``part`` of a layer with tensors and momentum.
 
         ``state`` has the tensors of the slice, from `cut_tensors` or `draw_tensors`, and may have momentum. Raises
         ValueError for layers that cannot be divided by neurons, slices with incomplete neurons, and dropout, whose
@@ -153,7 +153,7 @@ class LayerShard:
         self._replace_slice(part, state)
 
     def _replace_slice(self, part: Slice, state: State) -> None:
-        """Hold another slice with its tensors and momentum; drop gradients and forwards of the previous slice."""
+        """Hold another slice with tensors and momentum; drop gradients and forwards of the previous slice."""
         self.part = part
         self._tensors = {}
         for name, tensor in weights_of(state).items():
@@ -271,7 +271,7 @@ class LayerShard:
         return gradients
 
     def add_gradients(self, gradients: State) -> None:
-        """Add gradients of this shard's parameters, which `backward` or an earlier `gradients` returned."""
+        """Add gradients of the shard's parameters, which `backward` or an earlier `gradients` returned."""
         for name, gradient in gradients.items():
             if name in self._gradients:
                 # A sum in place would change the caller's tensor.

@@ -25,7 +25,7 @@ LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 
 
 def count_values(slices: LayerSlices) -> int:
-    """Return the number of values in slices: weights, and for each finished channel those of bias and normalisation.
+    """Return the number of values in slices: weights, and bias and normalisation of each finished channel.
 
     >>> from testbed.ml.models.catalog import create
     >>> from testbed.ml.models.graph import graph_of
@@ -43,7 +43,7 @@ def count_values(slices: LayerSlices) -> int:
 def place_slices(
     problem: PlanningProblem, device: str, slices: LayerSlices, part: str
 ) -> Assignment:
-    """Return the assignment of a device that holds slices of all units; ``part`` describes the slices for display.
+    """Return the assignment of a device holding slices of all units; ``part`` describes the slices for display.
 
     The memory includes the weights, and for a batch the input and output of the layer that needs most for them.
     """

@@ -83,7 +83,7 @@ def _build_unit(model: Model, unit: int) -> torch.nn.Module:
 
 
 class ShapeShard:
-    """A counterpart of `Shard` that computes nothing: outputs have a shape and no values.
+    """A counterpart of `Shard` without computation: outputs have a shape and no values.
 
     Every loss is NaN. Messages, whose sizes follow from shapes, take the same time as in a run with numbers.
     """
@@ -168,7 +168,7 @@ class ShapeShard:
         """Do nothing, since timing-only runs have no gradients."""
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
-        """Note that the optimizer has a state from now on, which `state` then includes; arguments are ignored."""
+        """Include an optimizer state in `state` from now on; arguments are ignored."""
         self._has_optimizer_state = True
 
     def advance(
@@ -213,7 +213,7 @@ class ShapeShard:
         return state
 
     def load(self, state: State) -> None:
-        """Drop forwards that wait for their backward; note whether ``state`` has tensors of an optimizer."""
+        """Drop forwards waiting for their backward; note whether ``state`` has tensors of an optimizer."""
         self._input_shapes.clear()
         self._has_optimizer_state = not all(is_weight(name) for name in state)
 

@@ -203,7 +203,7 @@ class Shard:
         version: int | None = None,
         rows: Rows | None = None,
     ) -> float:
-        """Run a micro-batch through the last units of the model; return its part of the mean loss of the batch.
+        """Run a micro-batch through the last units of the model; return the micro-batch's part of the mean batch loss.
 
         ``inputs``, ``version`` and ``rows`` are as in `forward`; ``labels`` is (samples,) of classes from 0, or another
         shape the loss accepts. ``total_weight`` is the `TrainingConfig.weight` of all labels of the batch. Each
@@ -258,7 +258,7 @@ class Shard:
         return self._training.norms(gradients)
 
     def gradient(self, tied: TiedWeight) -> torch.Tensor:
-        """Return the accumulated gradient of a weight shared with other stages; its shape is that of the weight."""
+        """Return the accumulated gradient of a weight shared with other stages, in the shape of the weight."""
         weight = self._tied_weight(tied)
         if weight.grad is None:
             return torch.zeros_like(weight)
@@ -269,7 +269,7 @@ class Shard:
         self._tied_weight(tied).grad = gradient.clone()
 
     def _tied_weight(self, tied: TiedWeight) -> torch.nn.Parameter:
-        """Return a shared weight by any of its names: units of this shard may use only the second one."""
+        """Return a shared weight by any of the weight's names: units of the shard may use only the second one."""
         parameters = self.versions.newest_parameters
         for name in tied.names:
             if name in parameters:
@@ -320,7 +320,7 @@ class Shard:
         oldest_needed: int,
         aggregate: int = 0,
     ) -> None:
-        """Make the next version: the newest version, updated by the gradients that were computed with ``version``.
+        """Make the next version: the newest version, updated by the gradients computed with ``version``.
 
         ``key`` is the key of the batch whose backward was just done: training step and micro-batch. If ``aggregate``
         exceeds one, the new version is replaced by the mean of ``aggregate`` versions: itself and the ones before it.
@@ -358,7 +358,7 @@ class Shard:
         return outputs.float()
 
     def _autocast(self) -> AbstractContextManager[object]:
-        """Context in which torch's autocast computes in 16 bits, if this is the precision of the device."""
+        """Context in which torch's autocast computes in 16 bits, if configured as the device's precision."""
         dtypes = {"f16": torch.float16, "bf16": torch.bfloat16}
         dtype = dtypes.get(self._precision)
         if dtype is None:
@@ -451,7 +451,7 @@ class Shard:
     def _run_batch(
         self, key: Key, inputs: torch.Tensor, rows: Rows | None
     ) -> torch.Tensor:
-        """Run the units in order; if any unit draws random numbers, seed every unit by its name and this batch.
+        """Run the units in order; if any unit draws random numbers, seed every unit by name and batch.
 
         The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
         process.
@@ -489,7 +489,7 @@ class Shard:
 def _rows_of_batch(
     first_row: int, count: int, batch_samples: int
 ) -> AbstractContextManager[object]:
-    """Context in which ``count`` rows receive the random numbers that they have in the batch of ``batch_samples``."""
+    """Context in which ``count`` rows receive the same random numbers as in the batch of ``batch_samples``."""
     if count == batch_samples:
         return nullcontext()
     # Imported here because it imports torch, which planning with the rest of this module does not need.
@@ -499,7 +499,7 @@ def _rows_of_batch(
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Return each additional name of a parameter that several units share, with the parameter's first name."""
+    """Return each additional name of a parameter shared by several units, with the parameter's first name."""
     first_names = {parameter: name for name, parameter in module.named_parameters()}
     aliases = {}
     for name, weight in module.named_parameters(remove_duplicate=False):

@@ -136,7 +136,7 @@ Buffers = dict[str, "torch.Tensor | None"]
 
 
 class Statistics:
-    """Delays the contribution of each forward to the running statistics until the backward of its batch is done.
+    """Delays the contribution of each forward to the running statistics until the backward of the same batch is done.
 
     In training, a forward normalises by the statistics x of its own batch. It only writes the running averages r,
     r = (1 - m) r + m x for the momentum m, and does not read them. Here a forward therefore runs with r = 0, so that

@@ -124,7 +124,7 @@ class Changes:
     """
 
     def __init__(self, sent: Sent, codec: Codec) -> None:
-        """``sent`` is the method's own hook; the difference of weights replaces its result if it is `send_weights`."""
+        """``sent`` is the method's own hook; `send_weights` is replaced by the difference of weights."""
         self._compute_changes = sent
         if sent is send_weights:
             self._compute_changes = send_difference
@@ -146,7 +146,7 @@ class Changes:
 
 
 def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
-    """Return the hook for a device that trains the first layers while the server trains the remaining layers.
+    """Return the hook for a device training the first layers while the server trains the remaining layers.
 
     Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then do each backward once the
     gradient of the mini-batch has arrived, then update. The server computes the loss.
@@ -199,7 +199,7 @@ async def _train_iteration(
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """The training of a device's layers on its samples, one round at a time, by the hooks of a method."""
+    """The training of a device's layers on the device's samples, one round at a time, by the hooks of a method."""
 
     share: LocalDataset
     length: RoundLength
@@ -296,13 +296,13 @@ class Client:
         mailbox.on(Ping, self._answer_ping)
 
     async def serve(self) -> None:
-        """Greet the server, and train whenever it requests a round, until the program is cancelled."""
+        """Greet the server, and train at each request for a round, until the program is cancelled."""
         self._mailbox.post(self._server, Hello(self._incarnation))
         # The handlers of messages work in the background, so this future never gets a result.
         await asyncio.get_running_loop().create_future()
 
     def _begin_round(self, begin: Begin) -> None:
-        """Start a round, and cancel the previous one if it still runs."""
+        """Start a round, and cancel the previous one if still running."""
         self._mailbox.open(begin.configuration)
         # The server has ended the earlier round, or attempt at this round, and would ignore its update.
         if self._round is not None:

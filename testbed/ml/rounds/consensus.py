@@ -81,7 +81,7 @@ class Consensus:
             self._tests = Requests(context.dataset, context.problem.workload.batch_size)
 
     async def report(self, step: int, state: State) -> None:
-        """Send this device's weights after ``step`` rounds to the coordinator; there, start the evaluation."""
+        """Send the weights after ``step`` rounds to the coordinator; on the coordinator, start the evaluation."""
         if self._mailbox.device.name != self._coordinator:
             self._mailbox.post(self._coordinator, Snapshot(step, state))
         else:

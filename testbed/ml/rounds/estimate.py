@@ -73,7 +73,7 @@ def iterations(
 
 @dataclass(frozen=True)
 class Choice:
-    """The parameters that are optimised for a device: P and N."""
+    """The parameters optimised for a device: P and N."""
 
     split_point: int
     """P: the device trains layers 1 to P, the server all later layers."""
@@ -251,12 +251,12 @@ def layer_times(
 
 
 def _sample_cost(cost: Cost) -> Cost:
-    """Return the part of a cost that is proportional to the number of samples."""
+    """Return the part of a cost proportional to the number of samples."""
     return cost.scaled(flops=1, accessed=1, weights=0)
 
 
 def _weight_cost(cost: Cost) -> Cost:
-    """Return the part of a cost that a mini-batch of any size has once."""
+    """Return the part of a cost incurred once by a mini-batch of any size."""
     return cost.scaled(flops=0, accessed=0, weights=1)
 
 

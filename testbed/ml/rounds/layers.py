@@ -23,7 +23,7 @@ from testbed.ml.training.optimizers import is_weight
 
 
 class Layers:
-    """Some layers of the model under training on one device; its asynchronous methods take the device's time.
+    """Some layers of the model under training on one device; the asynchronous methods take the device's time.
 
     Most arguments have one meaning in all methods: ``step`` is the number of an iteration, counted through all rounds,
     and ``micro`` the number of a mini-batch in its iteration, from 0.
@@ -123,7 +123,7 @@ class Layers:
         *,
         begin: int = 0,
     ) -> float:
-        """Run a mini-batch through the last layers of the model; return its part of the iteration's mean loss.
+        """Run a mini-batch through the model's last layers; return the mini-batch's part of the iteration's mean loss.
 
         ``inputs`` are (samples of the mini-batch, ...), ``labels`` (samples of the mini-batch,). ``samples`` and
         ``begin`` are as in `forward`. ``total_weight`` is the `TrainingConfig.weight` of all labels of the iteration.
@@ -147,7 +147,7 @@ class Layers:
         samples: int,
         gradient: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Do the backward of a mini-batch, and return the gradient of its inputs, (samples, ...).
+        """Do the backward of a mini-batch, and return the gradient of the inputs, (samples, ...).
 
         ``samples`` is here the number of samples of the mini-batch. ``gradient`` is the gradient of the outputs,
         (samples, ...); None if the forward computed the loss.

@@ -56,7 +56,7 @@ class Ping(TypedMessage, kind="ping"):
 
 @dataclass(frozen=True)
 class Here(TypedMessage, kind="here"):
-    """To the server: the answer to a ping, from a device that is ready for the next round."""
+    """To the server: the answer to a ping, from a device ready for the next round."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from testbed.plan import Plan
 
 @dataclass(frozen=True)
 class Hooks:
-    """The functions by which methods that train in rounds differ; the defaults are federated averaging.
+    """The functions by which methods training in rounds differ; the defaults are federated averaging.
 
     Example, Adam on the server instead of an average (scenarios/examples/fedadam.py)::
 
@@ -75,7 +75,7 @@ O = TypeVar("O", bound=RoundOptions, default=GroupOptions)  # noqa: E741
 
 
 class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
-    """A method in which devices with data train the whole model in rounds, and a server, the first device, merges it.
+    """A method with rounds: devices with data train the whole model, and a server, the first device, merges the models.
 
     Subclasses override `hooks`. A round ends at its deadline without late devices, which participate again after their
     return. Momentum stays on the device.
@@ -193,7 +193,7 @@ def local_training(
     context: ProgramContext[O, RoundDetails],
     hooks: Hooks = Hooks(),
 ) -> LocalTraining:
-    """Return the training of a device with data: its samples, its layers by the plan, and the method's hooks."""
+    """Return the training of a device with data: samples, layers by the plan, and the method's hooks."""
     problem = context.problem
     workload = problem.workload
     client = context.plan.details.clients[device.name]
@@ -305,7 +305,7 @@ def _server_layers(
 def _record_unused_samples(
     device: Device, context: ProgramContext[O, RoundDetails]
 ) -> None:
-    """Record the devices with fewer samples than a batch, and the number of samples that each epoch leaves out."""
+    """Record the devices with fewer samples than a batch, and the number of samples left out by each epoch."""
     samples = context.problem.samples
     workload = context.problem.workload
     batch_size = workload.batch_size

@@ -71,7 +71,7 @@ def _idle_time(record: RunView, devices: Collection[str]) -> float | None:
 
 
 def _bytes_per_second(record: RunView) -> float | None:
-    """Return the bytes of messages on all links that were sent during rounds, per second of the rounds."""
+    """Return the bytes of messages sent on all links during rounds, per second of the rounds."""
     windows = [_round_window(event) for event in rounds_of(record)]
     # The union counts the time of overlapping rounds once.
     seconds = total(union(windows))

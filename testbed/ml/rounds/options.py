@@ -24,7 +24,7 @@ from testbed.ml.transfer import (
 
 
 class RoundOptions(Options):
-    """Options of every method that trains in rounds: the length of a round, and the wait for late devices."""
+    """Options of every method training in rounds: the length of a round, and the wait for late devices."""
 
     local_epochs: int | None = Field(
         None,
@@ -89,7 +89,7 @@ def transfer_of(options: RoundOptions) -> RoundEncodingPart:
 
 
 class GroupOptions(TransferOptions):
-    """Options of methods that draw some of the devices for each round."""
+    """Options of methods drawing some of the devices for each round."""
 
     fraction: Fraction = Field(
         1.0,
@@ -128,7 +128,7 @@ SPLIT_HELP = (
 
 @dataclass(frozen=True)
 class RoundLength:
-    """Length of one round of a device and of all its rounds, in epochs or iterations."""
+    """Length of one round of a device and of all rounds together, in epochs or iterations."""
 
     counts_epochs: bool
     """Whether both numbers count epochs; otherwise they count iterations."""

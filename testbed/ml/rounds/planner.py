@@ -92,7 +92,7 @@ class Participants:
 
     @property
     def server(self) -> DeviceSpec:
-        """The first device of the scenario; in a serverless method, the device that evaluates the weights."""
+        """The first device of the scenario; in a serverless method, the device evaluating the weights."""
         return self.problem.devices[0]
 
     @property
@@ -161,7 +161,7 @@ class Participants:
                     )
 
     def _check_serverless(self) -> None:
-        """Raise `InputError` for options that need a server."""
+        """Raise `InputError` for options requiring a server."""
         # A float is an interval in seconds, which devices reach in different rounds.
         if isinstance(self.problem.options.evaluate_every, float):
             raise InputError(
@@ -175,7 +175,7 @@ class Participants:
             )
 
     def batch(self, device: DeviceSpec) -> int:
-        """Return B, the number of samples in a device's batch; a device with fewer samples uses all of them at once."""
+        """Return B, the number of samples in a device's batch; a device with fewer samples uses all samples at once."""
         own_samples = self.problem.samples[device.name]
         return min(self.problem.workload.batch_size, own_samples)
 
@@ -254,7 +254,7 @@ def _plan_client(
     choice: Choice,
     iteration_time: float,
 ) -> ClientPlan:
-    """Return the plan of a device for its ``choice`` of a split point and a number of mini-batches."""
+    """Return the plan of a device for the ``choice`` of a split point and a number of mini-batches."""
     samples = participants.problem.samples[device.name]
     drop_last = participants.problem.workload.drop_last
     batch_size = participants.batch(device)
@@ -429,7 +429,7 @@ def plan(
 def _evaluation_assignment(
     problem: PlanningProblem[RoundOptions], server: DeviceSpec
 ) -> Assignment:
-    """Return the assignment of the whole model to the server, which evaluates it."""
+    """Return the assignment of the whole model to the server for evaluation."""
     depth = len(problem.model.units)
     memory = inference_bytes(
         problem.model,
@@ -443,7 +443,7 @@ def _evaluation_assignment(
 def _device_assignments(
     participants: Participants, clients: Mapping[str, ClientPlan]
 ) -> list[Assignment]:
-    """Return the assignments of each device's layers, those before its split point."""
+    """Return the assignments of each device's layers, up to the device's split point."""
     assignments = []
     for device in participants.devices:
         split_point = clients[device.name].split_point
@@ -497,7 +497,7 @@ def _training_memory(
     units: range,
     samples: int,
 ) -> float:
-    """Return the bytes that a device needs to train some units with ``samples`` samples in flight."""
+    """Return the bytes needed by a device to train some units with ``samples`` samples in flight."""
     return training_bytes(
         problem.model,
         units,
@@ -510,7 +510,7 @@ def _training_memory(
 def _server_copies(
     copies: Mapping[str, int], *, in_turn: bool
 ) -> list[tuple[list[str], int]]:
-    """Return, for each copy of the server's layers, the devices that use it and its first unit."""
+    """Return, for each copy of the server's layers, the devices using the copy, and the copy's first unit."""
     if not in_turn:
         return [([name], start) for name, start in copies.items()]
     names_by_start: dict[int, list[str]] = {}

@@ -175,7 +175,7 @@ class Rounds:
         return updates
 
     async def wait_for_present(self, devices: Sequence[str], minimum: int) -> list[str]:
-        """Wait until at least ``minimum`` of the devices are present, that is, not absent; return their names."""
+        """Wait until at least ``minimum`` of the devices are present (not absent); return their names."""
         while True:
             present = [name for name in devices if name not in self._absent]
             if len(present) >= minimum:
@@ -192,7 +192,7 @@ class Rounds:
         return [name for name in present if name in chosen]
 
     async def _open_configuration(self) -> None:
-        """Open a configuration with a number above all former numbers, also those before a restart of the server."""
+        """Open a configuration with a number above all former numbers, also across restarts of the server."""
         former_number = self._mailbox.configuration
         saved = self._device.saved(CONFIGURATION)
         if saved is not None:
@@ -234,11 +234,11 @@ class Rounds:
             await self._mailbox.changed(remaining)
 
     def _is_done(self, name: str) -> bool:
-        """Return whether a device sends no further update: it has sent one, or has restarted since it began."""
+        """Return whether a device sends no further update, having sent one or restarted during the attempt."""
         return name in self._updates or name in self._restarted
 
     def _time_limit(self, participants: Sequence[str], *, is_enough: bool) -> float:
-        """Return the time limit of an attempt in seconds; ``is_enough`` is whether there are enough updates.
+        """Return the time limit of an attempt in seconds; ``is_enough`` is whether the received updates suffice.
 
         Without a configured deadline an update may take three times the slowest device's planned time plus the largest
         overhead of any update so far, caused by a busy host or by devices that share a channel. Before the first update

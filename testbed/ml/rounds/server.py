@@ -115,7 +115,7 @@ returns the new weights."""
 
 
 def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
-    """Merge by federated averaging (the default `Merge`): each model counts by the samples that it was trained on."""
+    """Merge by federated averaging (the default `Merge`): each model counts by the number of training samples."""
     states = [result.state for result in trained]
     samples = [result.samples for result in trained]
     return average(states, samples)
@@ -135,7 +135,7 @@ _MEMORY = "memory:"
 
 
 class GlobalModel:
-    """The whole model on the server after each round; a restarted server restores it from the disk.
+    """The whole model on the server after each round, restored from the disk after a restart of the server.
 
     In each round, `merge` computes the new weights, `keep` writes them to the disk, and `report` records the round and
     evaluates the weights.
@@ -188,7 +188,7 @@ class GlobalModel:
         return self.stopping.result(self.result())
 
     def _restore(self, saved: Message) -> None:
-        """Continue from a model that `keep` has written to the disk."""
+        """Continue from a model written to the disk by `keep`."""
         self.rounds = int(saved["rounds"])
         self._report = saved["report"]
         state = {}
@@ -208,11 +208,11 @@ class GlobalModel:
 
     @property
     def has_values(self) -> bool:
-        """Whether weights have values; in timing-only runs they have shapes only."""
+        """Whether weights have values, and not only shapes as in timing-only runs."""
         return not any(tensor.is_meta for tensor in self.state.values())
 
     def extra(self) -> State:
-        """Return the tensors that the method sends to devices beside the weights."""
+        """Return the method's additional tensors, sent to devices beside the weights."""
         return self._extra(self._memory)
 
     async def merge(self, trained: Sequence[Trained]) -> None:
@@ -241,11 +241,11 @@ class GlobalModel:
             self._averages[name] = tensor
 
     def result(self) -> State:
-        """Return the weights to evaluate: the model, or its moving averages if configured."""
+        """Return the weights to evaluate: the model's weights, or moving averages if configured."""
         return {**self.state, **self._averages}
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
-        """Count a round that began at ``start``, in seconds, and save the model and the fields of the round's event.
+        """Count a round begun at ``start``, in seconds, and save the model and the fields of the round's event.
 
         The fields are saved because the server may restart before `report` records the event.
         """
@@ -289,7 +289,7 @@ class GlobalModel:
                 self._device.record("diverged", step=self.rounds, target=result.device)
 
     def is_reported(self) -> bool:
-        """Return whether the newest round was recorded completely; a restart of the server may have prevented it."""
+        """Return whether the newest round was recorded completely, without interruption by a restart of the server."""
         saved = self._device.saved(REPORTED)
         reported = 0 if saved is None else saved["rounds"]
         return bool(self.rounds == reported)
@@ -336,7 +336,7 @@ async def evaluation(
 
 @dataclass(frozen=True)
 class ServerSide:
-    """Trains the server's layers, those after a device's split point, together with the devices.
+    """Trains the server's layers, which follow a device's split point, together with the devices.
 
     The server has a copy of its layers for each device, or one copy for all devices that train in turn. Algorithm 2 of
     PipeLearn, lines 4 to 17.
@@ -491,7 +491,7 @@ def _is_finite(state: State) -> bool:
 
 
 def _add_changes(start: State, changes: State) -> dict[str, torch.Tensor]:
-    """Return the weights of a device that has sent changes, for the layers of the device."""
+    """Return the weights of a device's layers, with the sent changes added."""
     weights = {}
     for name, change in changes.items():
         weights[name] = start[name] + change

@@ -40,7 +40,7 @@ class Training:
     """The mean loss and the new weights, after the computation."""
 
     def finish(self) -> tuple[float, State]:
-        """Return the mean loss and the new weights; compute all registered trainings if this one has no result."""
+        """Return the mean loss and the new weights; compute all registered trainings if the result is missing."""
         if self.result is None:
             self.stack.compute()
         assert self.result is not None
@@ -77,7 +77,7 @@ def check_support(problem: PlanningProblem, *, has_default_training: bool) -> No
 
 
 class Stack:
-    """All trainings of a simulation that have no result yet; the devices share one stack."""
+    """All trainings of a simulation without a result so far; the devices share one stack."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
@@ -133,7 +133,7 @@ class Stack:
     def _gradient_step(
         self,
     ) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Function of stacked weights, samples and labels that returns gradients and losses; all (devices, ...)."""
+        """Function from stacked weights, samples and labels to gradients and losses; all (devices, ...)."""
         from torch.func import functional_call, grad_and_value, vmap
 
         model = self._problem.model

@@ -58,7 +58,7 @@ class TrainingConfig:
     """Whether messages and checkpoints include weights that are not trained."""
 
     def check(self) -> None:
-        """Resolve all names; raises `InputError` with the key of the workload that is wrong."""
+        """Resolve all names; raises `InputError` naming the wrong key of the workload."""
         # Each statement resolves the names of one part: optimizer, loss, schedule and metrics.
         _ = self.update_flops
         _ = self._loss_function
@@ -66,7 +66,7 @@ class TrainingConfig:
         _ = self.metrics()
 
     def optimizer(self) -> Optimizer:
-        """Return a new optimizer, which receives its parameters in each step."""
+        """Return a new optimizer, which receives the parameters in each step."""
         if self.part.optimizer.is_plain:
             return Sgd(self.part.optimizer)
         return TorchOptimizer(self._make_optimizer)
@@ -77,7 +77,7 @@ class TrainingConfig:
         return {} if schedule is None else schedule.settings_at(step)
 
     def state_shapes(self, shape: tuple[int, ...]) -> StateShapes:
-        """Return shape and type of the tensors that training adds to a weight of ``shape``: optimizer state, average.
+        """Return shape and type of the tensors added by training to a weight of ``shape``: optimizer state, average.
 
         >>> TrainingConfig(TrainingPart(ema=0.99)).state_shapes((10, 4))
         {'average:': ((10, 4), torch.float32)}
@@ -324,7 +324,7 @@ def _call_loss(
 
 
 def _ignored_label(criterion: Any) -> int:
-    """Return the label that a loss ignores; torch's default is -100."""
+    """Return the label ignored by a loss; torch's default is -100."""
     if isinstance(criterion, partial):
         # A function of a user's file with its options.
         if "ignore_index" in criterion.keywords:

@@ -21,7 +21,7 @@ KEY = ("training", "metrics")
 
 
 class Metric(Protocol):
-    """A value over outputs and labels that are added batch by batch; the interface of torchmetrics."""
+    """A value over outputs and labels added batch by batch; the interface of torchmetrics."""
 
     def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
         """Add outputs, (samples, ...), and labels, (samples, ...)."""
@@ -50,7 +50,7 @@ class _FunctionMetric:
 
 
 def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return outputs, (samples, ...), in the layout that torch's losses expect for labels, (samples, ...).
+    """Return outputs, (samples, ...), in the layout expected by torch's losses for labels, (samples, ...).
 
     With labels of classes, which are integers, classes of tokens, (samples, length, classes), move to the second axis.
     With other labels, a single number per sample, (samples, 1), loses its last axis if the labels lack this axis.
@@ -75,7 +75,7 @@ def make_metric(
     loss: str,
     classes: int,
 ) -> Metric:
-    """Return a new metric; raises `InputError` if its name is unknown, or if torchmetrics is not installed.
+    """Return a new metric; raises `InputError` if the name is unknown, or if torchmetrics is not installed.
 
     ``classes`` is the number of the model's outputs. Unless the part has an option ``task``, the name of the ``loss``
     decides whether a sample has one class or several labels.
@@ -122,7 +122,7 @@ def update_metric(
     outputs: torch.Tensor,
     labels: torch.Tensor,
 ) -> None:
-    """Add outputs and labels, both (samples, ...), to a metric; raises `InputError` if the metric rejects them.
+    """Add outputs and labels, both (samples, ...), to a metric; raises `InputError` if rejected by the metric.
 
     ``name`` is the metric's name in the scenario. Outputs are passed as `aligned` returns them, except to functions of
     the user and to the perplexity, which expects the classes of tokens on the last axis. Binary labels, which are

@@ -50,7 +50,7 @@ def find_definition(
 def _subclasses(
     module: ModuleType, base: type, unsupported: Collection[str]
 ) -> dict[str, Callable[..., Any]]:
-    """Return the public classes of a module that are derived from ``base``, by name, without ``unsupported`` ones."""
+    """Return the public classes of a module derived from ``base``, by name, without ``unsupported`` ones."""
     classes: dict[str, Callable[..., Any]] = {}
     for name, value in vars(module).items():
         if name.startswith("_") or name in unsupported:

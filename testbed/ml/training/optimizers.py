@@ -193,7 +193,7 @@ class OptimizerMeasurement(NamedTuple):
 def measure_optimizer(
     optimizer: TorchOptimizer, shape: tuple[int, ...]
 ) -> OptimizerMeasurement:
-    """Take two steps of a new optimizer on a weight of ``shape``, and return its state and computation."""
+    """Measure state and computation of a new optimizer in two steps on a weight of ``shape``."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -132,7 +132,7 @@ def _make_scheduler(
     steps: int | None,
     optimizer: torch.optim.Optimizer,
 ) -> Any:
-    """Return a scheduler of torch; ``steps`` is its length in steps of the schedule, None if unknown."""
+    """Return a scheduler of torch; ``steps`` is the length in steps of the schedule, None if unknown."""
     from torch.optim import lr_scheduler
 
     factory = named.find_definition(

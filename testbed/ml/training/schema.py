@@ -37,7 +37,7 @@ class NamedPart(ConfigModel):
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return the keys that this class does not declare, which are options of the torch class or user's function.
+        """Return the keys not declared by the class, which are options of the torch class or user's function.
 
         Lists become tuples, as torch expects.
 
@@ -52,7 +52,7 @@ class NamedPart(ConfigModel):
 
 
 def named_in(part: BaseModel, key: Key) -> Iterator[tuple[Key, NamedPart]]:
-    """Yield all named parts within ``part``, each with its key; ``key`` is the key of ``part``."""
+    """Yield key and value of each named part within ``part``; ``key`` is the key of ``part``."""
     for name in type(part).model_fields:
         value = getattr(part, name)
         if isinstance(value, NamedPart):
@@ -212,7 +212,7 @@ class ClipPart(ConfigModel):
 
 
 class LoraPart(ConfigModel):
-    """Low-rank adapters of linear layers (LoRA; Hu et al., 2021): the network stays as it is, adapters are trained."""
+    """Low-rank adapters of linear layers (LoRA; Hu et al., 2021): the network stays unchanged, adapters are trained."""
 
     model_config = ConfigDict(frozen=True)
     rank: int = Field(
@@ -376,7 +376,7 @@ class TrainingPart(ConfigModel):
         return conditions
 
     def used_keys(self) -> set[str]:
-        """Return the keys that add to plain SGD on cross-entropy, which a method may not support.
+        """Return the used keys beyond plain SGD on cross-entropy, which a method may not support.
 
         >>> sorted(TrainingPart(clip={"norm": 1.0}, ema=0.99).used_keys())
         ['clip', 'clip.norm', 'ema']

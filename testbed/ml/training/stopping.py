@@ -57,7 +57,7 @@ class Stopping:
         fields: Mapping[str, Any],
         weights: Callable[[], State],
     ) -> None:
-        """Update `reason` and the best weights by an evaluation after ``step``; ``weights`` returns its weights."""
+        """Update `reason` and the best weights by an evaluation, after ``step``, of the weights from ``weights``."""
         # After a restart, steps are evaluated again, and must not count twice.
         if step <= self._judged_step:
             return
@@ -82,7 +82,7 @@ class Stopping:
         )
 
     def _compare_value(self, value: float, weights: Callable[[], State]) -> None:
-        """Compare the criterion's value with its best value so far, which a better value replaces."""
+        """Compare the criterion's value with the best value so far, which a better value replaces."""
         # Ranks are values with a sign such that higher is better.
         rank = -value if self._is_lower_better else value
         if self._best is not None:
@@ -94,7 +94,7 @@ class Stopping:
         self._best = (rank, weights() if self._keeps_best else None)
 
     def result(self, newest: State) -> State:
-        """Return the final weights: those of the best evaluation if ``best`` is set, otherwise ``newest``."""
+        """Return the final weights: the weights of the best evaluation if ``best`` is set, otherwise ``newest``."""
         if self._best is None:
             return newest
         _, best_weights = self._best
