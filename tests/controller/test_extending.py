@@ -337,7 +337,9 @@ def test_exporters_of_package_write_during_and_after_run(
     assert float(line) == pytest.approx(1.0)
     arguments = ("export", "results", "--format", "markdown")
     result = run_testbed(packages, exported.parent, *arguments)
-    assert result.stdout == f"results/export: metrics.md{os.linesep}", result.stderr
+    assert result.stdout == f"written to results/export: metrics.md{os.linesep}", (
+        result.stderr
+    )
     table = (exported / "export" / "metrics.md").read_text()
     assert "| results | requests | 1 |" in table
 

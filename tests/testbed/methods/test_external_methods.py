@@ -186,10 +186,10 @@ def test_results_store_method_file_and_load_without_original(tmp_path: Path) -> 
         ),
         pytest.param(
             SMALL.replace('"nothing"', '"other"'),
-            r"defines no method 'nothing': .* \(there: other\)",
+            r"defines no method 'nothing': .* \(methods of the file: other\)",
             id="other-name",
         ),
-        pytest.param("x = 1\n", r"\(there: none\)", id="no-method"),
+        pytest.param("x = 1\n", r"\(methods of the file: none\)", id="no-method"),
         pytest.param(
             SMALL.replace("def plan", "def plans"),
             r"Nothing lacks plan",
