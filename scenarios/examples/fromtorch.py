@@ -1,4 +1,8 @@
-"""Handwritten digits by a loop in plain torch; fromtorch.yaml trains the same on devices (docs/from-torch.md)."""
+"""A training loop in plain torch for handwritten digits.
+
+fromtorch.yaml takes `network` and `data` from this file and trains with the same losses on devices
+(docs/from-torch.md).
+"""
 
 import torch
 from torch import nn
@@ -21,6 +25,7 @@ class Net(nn.Module):
 
 
 def network():
+    # The scenario begins with the same weights.
     torch.manual_seed(0)
     return Net()
 
@@ -31,6 +36,7 @@ def data():
     digits = load_digits()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(digits.target), generator=generator)
+    # Pixels are 0 to 16.
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 16
     labels = torch.tensor(digits.target)[order]
     return (images[:1400], labels[:1400]), (images[1400:], labels[1400:])
@@ -45,7 +51,8 @@ def main():
     batches = len(images) // BATCH
     losses = []
     for step in range(STEPS):
-        first = step % batches * BATCH
+        # In stored order, as with `shuffle: false` in the scenario.
+        first = (step % batches) * BATCH
         chosen = slice(first, first + BATCH)
         loss = criterion(model(images[chosen]), labels[chosen])
         optimizer.zero_grad()
@@ -56,8 +63,8 @@ def main():
     model.eval()
     with torch.no_grad():
         outputs = model(test_images)
-    measure = F1Score(task="multiclass", num_classes=10, average="macro")
-    f1 = measure(outputs, test_labels)
+    metric = F1Score(task="multiclass", num_classes=10, average="macro")
+    f1 = metric(outputs, test_labels)
     print(f"loss {losses[-1]:.4f}, F1 {f1:.4f}")
     return losses, float(f1)
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _RARE = (100_000, 50, 100)
-"""Thresholds of the collector's three generations, see `gc.set_threshold`. With Python's default of 700 objects,
-there was a collection every few events, none of which found garbage."""
+"""Thresholds of the collector's generations, see `gc.set_threshold`. With Python's default (700 or 2,000 objects, by
+version), a collection began every few events, and no collection found garbage."""
 
 
 def collect_garbage_rarely() -> None:
-    """Raise the collection threshold: a command line mostly imports modules, which stay in memory."""
+    """Raise the collection threshold for the whole process: a command mostly imports modules, which stay in memory."""
     gc.set_threshold(*_RARE)
 
 
@@ -32,7 +32,10 @@ def rare_collection() -> Iterator[None]:
 
 @contextmanager
 def keep_imports() -> Iterator[None]:
-    """Disable collection within a block of imports and exempt the imported objects afterwards."""
+    """Disable collection within a block of imports, and afterwards exempt all present objects from collection.
+
+    Collection is enabled after the block, also if disabled before.
+    """
     gc.disable()
     try:
         yield
@@ -43,7 +46,7 @@ def keep_imports() -> Iterator[None]:
 
 
 def skip_garbage_at_exit() -> None:
-    """Exempt all present objects, because Python's last collection would search torch's modules for 0.6 s."""
+    """Exempt all present objects from Python's collection at exit, which searches torch's modules for 0.6 s."""
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""The registry of all methods, including methods of installed packages such as papers/."""
+"""The registry of all methods, including methods of installed packages such as those in papers/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed.work import WorkloadPart
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-# As text: each module is imported with the first use of its method, and the core imports no machine learning.
+# Classes are named as text: each module is imported with the first use of its method, and the core works without torch.
 _CLASSES = {
     "single": "testbed.ml.methods.single:Single",
     "sequential": "testbed.ml.methods.sequential:Sequential",
@@ -63,14 +63,14 @@ class _Registry(Mapping[str, "Method"]):
 
 
 METHODS: Mapping[str, Method] = _Registry()
-"""All methods: first the methods of the testbed, then the methods of installed packages.
+"""All methods by name. The testbed's own methods come first in lists, and win over installed methods of the same name.
 
 A key ``TASK.NAME`` is a package's method NAME for one task only; the key NAME is the method for all other tasks.
 """
 
 
 def get(name: str, task: str = "") -> Method:
-    """Return a method by name. Raises `InputError` listing the available names.
+    """Return a method by name; raises `InputError` with the most similar names, or with all names.
 
     >>> get("program").tasks
     ('program',)
@@ -85,7 +85,7 @@ def get(name: str, task: str = "") -> Method:
 
 
 def find(workload: WorkloadPart, folder: Path) -> Method:
-    """Return the method of a scenario, loaded from a file relative to ``folder`` if the scenario names one.
+    """Return the method of a workload; a file of the method is relative to ``folder``, the folder of the scenario.
 
     Raises `InputError` as `get` does.
     """

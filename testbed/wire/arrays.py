@@ -1,8 +1,8 @@
-"""Conversion of message arrays between bytes and array libraries (numpy, torch, or an entry point of
-`testbed.arrays`).
+"""Conversion of message arrays between bytes and array libraries: numpy, torch, or a library of an installed package.
 
 A message's arrays are encoded by the library of their type and decoded by the library that the process has chosen with
-`choose`. In between, an array is a `testbed.wire.tensors.Raw`: its bytes, type and shape.
+`choose`, by default torch. In between, an array is a `testbed.wire.tensors.Raw`: its name, bytes, type and shape.
+`testbed.wire.tensors` reads and writes the file format, safetensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, Raw, TensorError
 
 GROUP = "testbed.arrays"
-"""Entry point group of array libraries: the name of the library's own package -> a module with `ArrayLibrary`."""
+"""Entry point group of array libraries: the name of the library's own package -> a module with the functions of
+`ArrayLibrary`."""
 _MODULES = {"numpy": "testbed.wire.numpyarrays", "torch": "testbed.ml.arrays"}
 
 
@@ -38,13 +39,16 @@ class ArrayLibrary(Protocol):
         """
 
     def copy(self, array: Any) -> Any:
-        """Copy the values of an array, for the receiver, without gradient or graph."""
+        """Copy the values of an array for the receiver of a simulated message, without gradient or graph."""
 
     def mask(self, array: Any, gaps: npt.NDArray[np.bool_]) -> tuple[Any, Any]:
-        """Return an array with zeros where ``gaps`` is True, and ``gaps`` as an array of the same library and shape."""
+        """Return an array with zeros where ``gaps`` is True, and ``gaps`` as an array of the same library and shape.
+
+        Gaps are the lost packets of a broadcast.
+        """
 
     def without_values(self, array: Any) -> Any:
-        """Return an array of the same shape and type whose values may be undefined."""
+        """Return an array of the same shape and type whose values may be undefined, for timing-only runs."""
 
 
 @cache
@@ -58,7 +62,7 @@ def library(name: str) -> ArrayLibrary:
     registered: ArrayLibrary | None = plugins.find(GROUP, name, ())
     if registered is None:
         raise TensorError(
-            f"arrays of '{name}' cannot be sent: convert them to numpy or torch arrays"
+            f"no installed package registers the array library '{name}': convert its arrays to numpy or torch arrays"
         )
     return registered
 
@@ -70,22 +74,25 @@ def _library_of(array_type: type) -> ArrayLibrary:
         # A subclass, such as torch.nn.Parameter, belongs to the library of its ancestor.
         if module in _MODULES or module in plugins.installed(GROUP):
             return library(module)
+    # Not registered: raises TensorError with the name of the module.
     return library(array_type.__module__)
 
 
 def library_of(array: Any) -> ArrayLibrary:
     """Return the library of an array; raises TensorError if none is registered for the array's type."""
-    return _library_of(type(array))  # type: ignore[arg-type]  # the hash of a class
+    return _library_of(type(array))  # type: ignore[arg-type]  # mypy doubts that a class is hashable
 
 
 class _Decoding:
-    """The array library of the process for received messages; one, since a program expects one type of array."""
+    """The array library for all messages received by the process, since a program expects one type of array."""
 
     library_name = "torch"
 
 
 def choose(name: str) -> None:
-    """Decode the arrays of all further messages in the process with the named library.
+    """Decode the arrays of all further messages in the process with the named library, by default torch.
+
+    Raises TensorError if no package registers the name.
 
     Example::
 
@@ -98,8 +105,9 @@ def choose(name: str) -> None:
 def is_array_type(hint: Any) -> bool:
     """Return whether an annotation is the array type of numpy or torch.
 
-    Annotations of other libraries are plain values to a typed message.
+    A typed message treats fields with types of other libraries as plain values.
     """
+    # By name, so that neither library is imported.
     return isinstance(hint, type) and (hint.__module__, hint.__name__) in (
         ("torch", "Tensor"),
         ("numpy", "ndarray"),
@@ -121,10 +129,11 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, Any]:
 
 
 def pack(arrays: Mapping[str, Any]) -> bytes:
-    """Return arrays as one safetensors body."""
+    """Return arrays of any registered libraries as one safetensors body."""
     return b"".join(tensors.write(to_raw(arrays)))
 
 
 def unpack(body: Buffer) -> dict[str, Any]:
-    """Return the arrays of a safetensors body; raises TensorError for malformed bytes."""
-    return from_raw(tensors.read(body)[0])
+    """Return the arrays of a safetensors body by the chosen library; raises TensorError for malformed bytes."""
+    raws, _ = tensors.read(body)
+    return from_raw(raws)

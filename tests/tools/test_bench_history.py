@@ -29,7 +29,7 @@ def test_later_measurements_replace_those_of_same_name(
 def test_unknown_revision_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "results/bench.json"
     history.store_measurements([Measurement("start-up", 9.0, "s")], file)
-    with pytest.raises(click.UsageError, match="0 revisions 'nothing'"):
+    with pytest.raises(click.UsageError, match="0 revisions beginning with 'nothing'"):
         history.measurements_of_revision("nothing", file)
 
 

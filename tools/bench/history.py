@@ -1,4 +1,4 @@
-"""History of the bench's measurements: one value per measurement and git revision, to detect slower revisions."""
+"""History of the measurements of `make bench`: one value per measurement and git revision, to detect regressions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.bench.measurement import Measurement
 HISTORY_FILE = ROOT / "results/bench.json"
 """File with the values of all revisions: revision -> name of a measurement -> value."""
 WORSE_RATIO = 1.1
-"""Ratio to the other revision above which a measurement is marked as worse."""
+"""A measurement is marked as worse if it is worse than at the earlier revision by more than this factor."""
 
 
 def store_measurements(
@@ -32,20 +32,20 @@ def store_measurements(
 
 
 def measurements_of_revision(
-    name: str, file: Path = HISTORY_FILE
+    prefix: str, file: Path = HISTORY_FILE
 ) -> Mapping[str, float]:
-    """Return the measurements of the revision whose name begins with ``name``.
+    """Return the measurements of the revision whose hash begins with ``prefix``.
 
-    Raises UsageError if no revision, or more than one, has such a name.
+    Raises UsageError if the hash of no revision, or of more than one, begins with ``prefix``.
     """
     stored = _read_file(file)
-    matches = [each for each in stored if each.startswith(name)]
+    matches = [each for each in stored if each.startswith(prefix)]
     if len(matches) != 1:
         available = ", ".join(each[:12] for each in stored)
         if not available:
-            available = "none: run the bench there first"
+            available = "none: run the bench at that revision first"
         raise click.UsageError(
-            f"{len(matches)} revisions '{name}' have measurements in {file}; available: {available}"
+            f"{len(matches)} revisions beginning with '{prefix}' have measurements in {file}; available: {available}"
         )
     return stored[matches[0]]
 
@@ -53,9 +53,9 @@ def measurements_of_revision(
 def compare_measurement(
     measurement: Measurement, before: Mapping[str, float]
 ) -> tuple[str, bool]:
-    """Return the ratio to the earlier measurement as text, and whether the measurement is a tenth worse.
+    """Return the ratio to the earlier measurement as text, and whether the measurement is worse by `WORSE_RATIO`.
 
-    Without an earlier measurement, the text is empty.
+    Without an earlier measurement, or if the earlier value is 0, the text is empty.
 
     >>> compare_measurement(Measurement("start-up", 9.0, "s"), {"start-up": 8.0})
     ('1.12×', True)
@@ -63,7 +63,7 @@ def compare_measurement(
     if not before.get(measurement.name):
         return "", False
     ratio = measurement.value / before[measurement.name]
-    # The smaller value of a rate is the worse one. The minimum avoids a division by zero for a rate of 0.
+    # A lower rate is worse, and a ratio of 0 would divide by zero.
     worsening = ratio if measurement.at_most else 1 / max(ratio, 1e-9)
     return f"{ratio:.2f}×", worsening > WORSE_RATIO
 

@@ -1,9 +1,9 @@
 """Composition of batches as a function of seed and step alone, so a resumed run sees the same batches.
 
 Each epoch is a new permutation of the samples, cut into whole batches; a step trains one batch. The samples after the
-last whole batch are left out of the epoch. Other epochs have other permutations and so use these samples. Thus every
-step has the same size and cost. With `drop_last` off, the remaining samples form a smaller last batch of the epoch. A
-training set smaller than the batch is one batch of all its samples.
+last whole batch are left out of the epoch, so that every step has the same size and cost; other epochs have other
+permutations and use these samples. With `drop_last` off, the remaining samples form a smaller last batch of the epoch.
+A training set smaller than the batch is one batch of all its samples.
 
 `IntervalTrigger` decides when a periodic action such as an evaluation is due.
 """
@@ -32,7 +32,7 @@ def steps_per_epoch(samples: int, batch_size: int, *, drop_last: bool = True) ->
     """
     if samples < 1 or batch_size < 1:
         raise ValueError(
-            f"batches need at least one sample, not {batch_size} of {samples} samples"
+            f"a batch of {batch_size} of {samples} samples is impossible: both must be at least 1"
         )
     if drop_last:
         # A set smaller than the batch is one batch of all samples.
@@ -102,6 +102,7 @@ class IntervalTrigger:
     def is_due(self, done: int, now: float) -> bool:
         """Return whether the action is due after ``done`` steps, at time ``now`` in seconds."""
         if isinstance(self._every, float):
+            # Not before the first step, whose result the action needs.
             return done > 0 and now - self._interval_start >= self._every
         return is_due(done, self._every)
 
@@ -110,7 +111,7 @@ class IntervalTrigger:
         self._interval_start = now
 
 
-# Each batch of an epoch needs the order. A few entries serve devices in neighbouring epochs of one simulation.
+# Each batch of an epoch needs the order, and devices of one simulation may be in neighbouring epochs.
 @lru_cache(maxsize=4)
 def _epoch_order(samples: int, seed: int, epoch: int) -> Indices:
     """Return the order of the samples in an epoch, (samples,), as a read-only array."""
@@ -129,7 +130,7 @@ def batch(
     *,
     drop_last: bool = True,
 ) -> Indices:
-    """Return the sample indices of a training step, (samples of the batch,); without a seed in stored order.
+    """Return the sample indices of a training step, (samples of the batch,); in stored order if ``seed`` is None.
 
     Steps are counted from 0 through all epochs.
 
@@ -156,8 +157,8 @@ def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
         raise ValueError(
             f"a batch of {size} cannot be cut into {micro_batches} micro-batches: take 1 to {size}"
         )
-    length, longer = divmod(size, micro_batches)
-    shorter = micro_batches - longer
-    lengths = [length + 1] * longer + [length] * shorter
+    length, longer_count = divmod(size, micro_batches)
+    shorter_count = micro_batches - longer_count
+    lengths = [length + 1] * longer_count + [length] * shorter_count
     edges = accumulate(lengths, initial=0)
     return tuple(slice(begin, end) for begin, end in pairwise(edges))

@@ -49,7 +49,7 @@ def test_batch_depends_on_seed_and_step_only() -> None:
 
 
 def test_batches_without_samples_are_rejected() -> None:
-    with pytest.raises(ValueError, match="at least one sample, not 4 of 0 samples"):
+    with pytest.raises(ValueError, match="a batch of 4 of 0 samples is impossible"):
         steps_per_epoch(0, 4)
 
 
