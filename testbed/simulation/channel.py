@@ -24,7 +24,7 @@ from testbed.simulation.crossing import (
 )
 from testbed.simulation.event_queue import EventQueue
 from testbed.simulation.host import Guest, Host
-from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
+from testbed.simulation.reno import TIMEOUT_MARGIN, Window
 from testbed.trace.log import Form
 from testbed.wire.framing import WINDOW, chunks, wire_bytes
 from testbed.wire.message import Message
@@ -50,7 +50,7 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
     >>> next_attempt(since=0.0, now=1.0, round_trip=0.05)
     1.75
     """
-    timeout = RETRANSMISSION_TIMEOUT + round_trip
+    timeout = TIMEOUT_MARGIN + round_trip
     attempt = since + timeout
     while attempt < now and attempt - since < STALL_SECONDS:
         timeout *= 2

@@ -12,7 +12,7 @@ import math
 from testbed.network import impairments
 from testbed.network.link import Link
 from testbed.simulation.reno import (
-    RETRANSMISSION_TIMEOUT,
+    TIMEOUT_MARGIN,
     Draw,
     Transmission,
     Window,
@@ -85,7 +85,7 @@ class Crossing:
         The message of the acknowledgement uses the other direction; ``round_trip`` is in seconds.
         """
         lag = 0.0
-        timeout = round_trip + RETRANSMISSION_TIMEOUT
+        timeout = round_trip + TIMEOUT_MARGIN
         for _ in range(_MAX_ATTEMPTS):
             if not self.draw_loss():
                 break

@@ -7,7 +7,7 @@ import pytest
 from testbed.device import Device
 from testbed.network.link import GilbertElliott, Link
 from testbed.simulation.crossing import PACKET, Crossing, make_crossing
-from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
+from testbed.simulation.reno import TIMEOUT_MARGIN, Window
 from testbed.wire.message import Message
 from tests.helpers.worlds import events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import transmission_time
@@ -95,7 +95,7 @@ def test_corrupted_packet_counts_as_lost():
     repeated = [latency for latency in seconds if latency > 0.1]
     assert len(repeated) == pytest.approx(1000 * 0.2, abs=50)
     # The time-out begins with the packet and exceeds the round trip of 0.02 s by a constant.
-    assert min(repeated) == pytest.approx(0.01 + 0.02 + RETRANSMISSION_TIMEOUT)
+    assert min(repeated) == pytest.approx(0.01 + 0.02 + TIMEOUT_MARGIN)
 
 
 def test_loss_bursts_delay_messages_more_than_independent_loss():
@@ -154,5 +154,5 @@ def test_timeout_of_lost_acknowledgement_doubles_including_round_trip(monkeypatc
     crossing = Crossing(Link(loss=0.5), "0")
     losses = iter([True, True, False])
     monkeypatch.setattr(crossing, "draw_loss", lambda: next(losses))
-    first = 0.1 + RETRANSMISSION_TIMEOUT
+    first = 0.1 + TIMEOUT_MARGIN
     assert crossing.draw_acknowledgement(0.1) == pytest.approx(first + 2 * first)

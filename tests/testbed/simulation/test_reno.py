@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from testbed.network.link import Link
-from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Transmission, Window
+from testbed.simulation.reno import TIMEOUT_MARGIN, Transmission, Window
 from testbed.wire.message import Message
 from tests.helpers.worlds import events_of, make_world, receive_forever
 from tests.testbed.simulation.observations import times_of
@@ -93,7 +93,7 @@ def test_several_losses_of_one_round_halve_window_once():
 
 @pytest.mark.parametrize(("losses", "factor"), [(1, 1), (2, 2), (3, 4)])
 def test_single_packet_is_repeated_after_timeout_that_doubles(losses, factor):
-    timeout = TRIP + RETRANSMISSION_TIMEOUT
+    timeout = TRIP + TIMEOUT_MARGIN
     transmission = transmit(1, lose_packets(range(losses)))
     # The probe waits as long as the first time-out, and the second time-out twice as long: 1, 1 + 1 and 1 + 1 + 2.
     assert transmission.last_departure == pytest.approx(factor * timeout)
@@ -113,7 +113,7 @@ def test_lost_probe_with_new_packet_is_repeated():
 def test_lost_last_retransmission_waits_for_timeout():
     window = Window()
     transmission = transmit(4, lose_packets([0, 4]), window=window)
-    assert transmission.last_departure > TRIP + RETRANSMISSION_TIMEOUT
+    assert transmission.last_departure > TRIP + TIMEOUT_MARGIN
     assert window.size <= 2
 
 
@@ -135,7 +135,7 @@ def test_window_grows_after_timeout_while_packets_are_missing():
     lost = lose_packets([*range(19), *range(20, 30)])
     transmission = transmit(20, lost, window=window)
     # 1 packet at the time-out, then rounds of 2, 4, 8 and the remaining 4 (RFC 5681, 3.1).
-    silence = 1.25 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
+    silence = 1.25 * TRIP + TRIP + TIMEOUT_MARGIN
     assert transmission.last_departure == pytest.approx(
         silence + 4 * TRIP, abs=TIMER_TICKS
     )
@@ -154,7 +154,7 @@ def test_round_of_two_packets_follows_timeout_of_lost_probe():
     window = Window()
     transmission = transmit(8, lose_packets(range(9)), window=window)
     # Probe, time-out, then rounds of 2, 4 and 1.
-    silence = 2 * TRIP + TRIP + RETRANSMISSION_TIMEOUT
+    silence = 2 * TRIP + TRIP + TIMEOUT_MARGIN
     assert transmission.last_departure == pytest.approx(
         silence + 3 * TRIP, abs=TIMER_TICKS
     )
