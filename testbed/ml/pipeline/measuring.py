@@ -1,8 +1,10 @@
 """Measurements at run time: the time of each unit, link rates, and the reachability of standby devices.
 
-FTPipeHD's coordinator profiles the units and the links before training (Section III-B), and chooses partitions by the
-results. Here links are watched as well: if regular messages over a link take longer or shorter than the measured rate
-predicts, the link is measured again.
+A unit is the smallest part of a model that moves between devices, and a stage is a device of the pipeline with its
+units. FTPipeHD's coordinator profiles the units and the links before training (Section III-B of the paper on FTPipeHD),
+and chooses partitions by the results. Here links are watched as well: if regular messages over a link take longer or
+shorter than the measured rate predicts, the link is measured again. A link is one direction, from a sender to a
+receiver.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ from testbed.wire.framing import wire_bytes
 T = TypeVar("T")
 
 SMALL_MESSAGE = 1_000
-"""Bytes of the smallest message in the measurement of a link: one packet, whose time is mostly the delay."""
+"""Bytes of payload of the smallest message in the measurement of a link: one packet, whose time is mostly the delay."""
 LARGE_MESSAGE = 256_000
-"""Bytes of the largest message in the measurement of a link, a quarter of the size that every device accepts."""
+"""Bytes of payload of the largest message in the measurement of a link: about a quarter of the message size that every
+device accepts in spite of its memory (`testbed.hardware.largest_message`)."""
+SIZE_FACTOR = 4
+"""Factor between successive message sizes of a measurement: four messages lead from the smallest size to the largest.
+"""
 MIN_EXTRA_TIME = 0.1
 """Seconds by which a larger message must take longer than the small one to measure the rate: far above jitter."""
 
@@ -54,18 +60,20 @@ async def profile_units(
     labels: torch.Tensor,
     runs: int,
 ) -> UnitTimes:
-    """Train every unit separately on one batch, ``runs`` times; return the mean seconds of each unit.
+    """Train on one batch ``runs`` times with separately timed units; return the mean seconds of each unit.
 
     ``images`` are (samples, channels, height, width), ``labels`` (samples,). The trained weights are discarded.
     """
     units = problem.model.units
     count = len(units)
     samples = len(labels)
-    loss_weight = problem.training.weight(labels)
-    # One shard for each unit, since units are timed one by one.
+    # The weight of the whole batch, by which the loss is divided.
+    total_weight = problem.training.weight(labels)
+    # A shard computes successive units: here one, since units are timed one by one.
     shards = []
     for unit in range(count):
         shards.append(make_shard(problem, unit, unit + 1, device.name))
+    single_units = [units[unit : unit + 1] for unit in range(count)]
     forward = [0.0] * count
     backward = [0.0] * count
     update = [0.0] * count
@@ -76,49 +84,51 @@ async def profile_units(
         work: Callable[[], T],
         cost: Cost,
     ) -> T:
-        """Compute, and add the duration over the number of runs to ``means[unit]``."""
+        """Compute, and add the duration divided by the number of runs to ``means[unit]``."""
         start = device.now()
         result = await device.compute(work, cost, Span("profile"))
         means[unit] += (device.now() - start) / runs
         return result
 
     for run in range(runs):
+        # Each run is a batch of one micro-batch.
         key = (run, 0)
         values = images
         for unit, shard in enumerate(shards):
-            cost = costs.forward_cost(units[unit : unit + 1], samples)
+            cost = costs.forward_cost(single_units[unit], samples)
             if unit + 1 < count:
-                work = partial(shard.forward, key, values)
-                values = await compute_timed(forward, unit, work, cost)
+                run_forward = partial(shard.forward, key, values)
+                values = await compute_timed(forward, unit, run_forward, cost)
             else:
-                loss = partial(shard.forward_loss, key, values, labels, loss_weight)
-                await compute_timed(forward, unit, loss, cost)
+                run_loss = partial(
+                    shard.forward_loss, key, values, labels, total_weight
+                )
+                await compute_timed(forward, unit, run_loss, cost)
         gradient: torch.Tensor | None = None
         for unit in reversed(range(count)):
             shard = shards[unit]
-            single_unit = units[unit : unit + 1]
-            back = partial(shard.backward, key, gradient)
-            cost = costs.backward_cost(single_unit, samples)
-            gradient = await compute_timed(backward, unit, back, cost)
-            step = partial(shard.update, run)
-            cost = costs.update_cost(single_unit, problem.training)
-            await compute_timed(update, unit, step, cost)
+            run_backward = partial(shard.backward, key, gradient)
+            cost = costs.backward_cost(single_units[unit], samples)
+            gradient = await compute_timed(backward, unit, run_backward, cost)
+            run_update = partial(shard.update, run)
+            cost = costs.update_cost(single_units[unit], problem.training)
+            await compute_timed(update, unit, run_update, cost)
     return UnitTimes(tuple(forward), tuple(backward), tuple(update))
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The measured rate and latency of a link."""
+    """The measured rate of a link, and the time of a small message."""
 
     rate: float
     """Bit/s on the wire; infinite if sending takes no measurable time."""
-    latency: float
+    small_seconds: float
     """Seconds until a message of `SMALL_MESSAGE` bytes is acknowledged."""
 
     def seconds(self, size: float) -> float:
         """Return the expected seconds until a message of ``size`` bytes on the wire is acknowledged."""
         extra_bytes = size - wire_bytes(SMALL_MESSAGE)
-        return max(0.0, self.latency + 8 * extra_bytes / self.rate)
+        return max(0.0, self.small_seconds + 8 * extra_bytes / self.rate)
 
 
 class LinkWatch:
@@ -140,8 +150,9 @@ class LinkWatch:
 
         The message has ``size`` bytes on the wire, and was posted and acknowledged at these times, in seconds.
         """
-        # A message waits for the previous one, whose bytes have left one latency before its acknowledgement.
-        previous_left = self._last_acknowledged - self._measurement.latency
+        # A message waits until the bytes of the previous message have left. From then on, the acknowledgement of these
+        # bytes takes about as long as the acknowledgement of a small message.
+        previous_left = self._last_acknowledged - self._measurement.small_seconds
         start = max(posted, previous_left)
         self._last_acknowledged = acknowledged
         transfer_time = acknowledged - start
@@ -153,7 +164,8 @@ class LinkWatch:
             ratio = transfer_time / expected
         self._ratios.append(ratio)
         self._judged_messages += 1
-        # After a measurement that shared the link all messages look fast. A faster link must be faster than even those.
+        # After a measurement that shared the link with other messages, all regular messages look fast. Only messages
+        # that are faster than the first regular ones show that the link itself has become faster.
         if self._judged_messages <= RECENT_MESSAGES:
             self._smallest_initial_ratio = min(self._smallest_initial_ratio, ratio)
         if len(self._ratios) < RECENT_MESSAGES:
@@ -176,26 +188,27 @@ async def measure_link(mailbox: Mailbox, peer: str) -> MeasuredLink:
         """Return the seconds until a message with ``size`` bytes of payload is acknowledged."""
         packet = Packet(mailbox.configuration, padding=size)
         start = mailbox.device.now()
+        # Posting alone would not wait for the acknowledgement.
         await mailbox.post(peer, packet)
         return mailbox.device.now() - start
 
     # The first message opens the connection, which would count as time of a measured message.
     await transfer_time(SMALL_MESSAGE)
-    latency = await transfer_time(SMALL_MESSAGE)
+    small_seconds = await transfer_time(SMALL_MESSAGE)
     size = SMALL_MESSAGE
     extra_time = 0.0
     while extra_time < MIN_EXTRA_TIME and size < LARGE_MESSAGE:
-        size = min(LARGE_MESSAGE, 4 * size)
-        extra_time = await transfer_time(size) - latency
+        size = min(LARGE_MESSAGE, SIZE_FACTOR * size)
+        extra_time = await transfer_time(size) - small_seconds
     rate = math.inf
     if extra_time > 0:
         extra_bytes = wire_bytes(size) - wire_bytes(SMALL_MESSAGE)
         rate = 8 * extra_bytes / extra_time
-    return MeasuredLink(rate, latency)
+    return MeasuredLink(rate, small_seconds)
 
 
-class LinkProfiler:
-    """The measurements arranged by the coordinator for the partitioner.
+class Profiler:
+    """The measurements of units and links arranged by the coordinator for the partitioner.
 
     Units, and links without a measurement, are measured while the pipeline is empty; links to standby devices, which
     have no stage, during training.
@@ -221,9 +234,10 @@ class LinkProfiler:
         """Links with a measurement under way."""
         self._measured_standbys: set[str] = set()
         """Standby devices whose links are being measured, or were since the last choice of a partition."""
-        self._mailbox.on(Measured, self._store_rate)
+        self._mailbox.on(Measured, self._take_measurement)
         self._mailbox.on(Deviates, self._discard_rate)
-        self._mailbox.on_open(self._forget_requests)
+        # Called at the beginning of each new configuration, which assigns new stages.
+        self._mailbox.on_open(self._forget_measurements)
 
     @property
     def lacks_measurements(self) -> bool:
@@ -234,7 +248,10 @@ class LinkProfiler:
         return bool(self._partitioner.unmeasured_links(partition))
 
     async def measure_missing(self) -> None:
-        """Make all missing measurements while training pauses; links are measured at once, as in training."""
+        """Make all missing measurements while training pauses.
+
+        All links are measured at the same time, since training uses them at the same time, too.
+        """
         if self._profile_runs:
             # Any batch will do, since the time does not depend on the values.
             images, labels = self._training.batch(0)
@@ -255,21 +272,22 @@ class LinkProfiler:
     def measure_standby(self, *, repeats: bool) -> None:
         """Make stages measure the links to standby devices that would be their neighbours.
 
-        Training continues meanwhile. ``repeats`` includes devices that were measured before: a device that was cut off
-        or too slow may become a stage again once reachable.
+        Training continues meanwhile. ``repeats`` includes devices that were measured before; training passes true
+        whenever a new choice of the partition is due. A device that was cut off or too slow may become a stage again
+        once reachable.
         """
         if repeats:
             self._measured_standbys.clear()
         stages = self._recovery.partition.devices
-        awaited_targets = {target for _, target in self._awaited}
-        known_devices = self._measured_standbys | awaited_targets
+        awaited_receivers = {receiver for _, receiver in self._awaited}
+        known_devices = self._measured_standbys | awaited_receivers
         devices = self._recovery.standby.devices_to_measure() - known_devices
         for device in devices:
             self._measured_standbys.add(device)
-            # With a stage, the device would be between these two in the pipeline.
-            row = self._recovery.ordered({*stages, device})
+            # The order of a pipeline in which the standby device is a stage, too.
+            pipeline = self._recovery.ordered({*stages, device})
             pairs: list[Pair] = []
-            for previous, following in pairwise(row):
+            for previous, following in pairwise(pipeline):
                 if following == device:
                     pairs.append((previous, device))
                 elif previous == device:
@@ -277,31 +295,35 @@ class LinkProfiler:
             self._measure_links(pairs)
 
     def _measure_links(self, pairs: list[Pair]) -> None:
-        """Make the source of each pair measure the link to the target, unless a measurement is under way."""
-        for source, target in pairs:
-            if (source, target) not in self._awaited:
-                self._awaited.add((source, target))
-                request = Measure(self._mailbox.configuration, target)
-                self._mailbox.post(source, request)
+        """Make the sender of each pair measure the link to the receiver, unless a measurement is under way."""
+        for sender, receiver in pairs:
+            if (sender, receiver) not in self._awaited:
+                self._awaited.add((sender, receiver))
+                request = Measure(self._mailbox.configuration, receiver)
+                # Not awaited: the result arrives later, as a message of its own (`Measured`).
+                self._mailbox.post(sender, request)
 
-    def _store_rate(self, measured: Measured) -> None:
-        source = measured.sender
-        target = measured.target
-        self._awaited.discard((source, target))
+    def _take_measurement(self, measured: Measured) -> None:
+        """Store the rate of a link, and mark the receiver as reachable after the last measurement of its links."""
+        sender = measured.sender
+        receiver = measured.target
+        self._awaited.discard((sender, receiver))
+        # None stands for infinity, which a message in JSON cannot contain.
         rate = math.inf if measured.rate is None else measured.rate
         self._supervisor.device.record(
-            "bandwidth", source=source, destination=target, rate=measured.rate
+            "bandwidth", source=sender, destination=receiver, rate=measured.rate
         )
-        self._partitioner.store_rate((source, target), rate)
-        awaited_targets = {awaited_target for _, awaited_target in self._awaited}
-        # All neighbours of the target have reached it.
-        if target not in awaited_targets:
-            self._recovery.standby.mark_reachable(target)
+        self._partitioner.store_rate((sender, receiver), rate)
+        awaited_receivers = {awaited for _, awaited in self._awaited}
+        # All neighbours of the receiver have reached it.
+        if receiver not in awaited_receivers:
+            self._recovery.standby.mark_reachable(receiver)
 
     def _discard_rate(self, report: Deviates) -> None:
         self._partitioner.discard_rate(report.sender, report.target)
 
-    def _forget_requests(self) -> None:
-        """Forget measurements under way, which a new configuration cancels."""
+    def _forget_measurements(self) -> None:
+        """Forget measurements under way, which a new configuration cancels, and measured standby devices."""
         self._awaited.clear()
+        # Their neighbours may be others in the new configuration.
         self._measured_standbys.clear()

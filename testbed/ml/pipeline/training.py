@@ -18,7 +18,7 @@ from testbed.ml.method import PlanningProblem, ProgramContext
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import evaluate
-from testbed.ml.pipeline.measuring import LinkProfiler
+from testbed.ml.pipeline.measuring import Profiler
 from testbed.ml.pipeline.messages import Activation, Drained, End, Labels, Loss, Updated
 from testbed.ml.pipeline.planning import (
     AsynchronousOptions,
@@ -247,7 +247,7 @@ class AsynchronousTrainer:
             replica_index.has_all_units,
             replica_index.weights,
         )
-        self._profiler = LinkProfiler(
+        self._profiler = Profiler(
             supervisor, recovery, partitioner, problem, self._training
         )
         self._evaluation_trigger = IntervalTrigger(
