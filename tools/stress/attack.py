@@ -67,8 +67,8 @@ def attack_simulation(seed: int) -> Report:
     """Simulate a random scenario and apply the oracles to the outcome."""
     # asyncio logs tasks that failed; the oracles report failures that matter.
     logging.disable(logging.ERROR)
-    repeat = seed % REPETITION_INTERVAL == 0
-    violations = find_violations(random_scenario(seed), repeat=repeat)
+    compare = seed % REPETITION_INTERVAL == 0
+    violations = find_violations(random_scenario(seed), compare=compare)
     return Report(seed, random_method(seed), violations)
 
 
@@ -100,10 +100,10 @@ def attack_command(seed: int) -> Report:
 
 def smallest_scenario(seed: int, kind: str) -> Tree:
     """Return the smallest scenario with the same kind of violation as the scenario of a seed."""
-    repeat = kind in ("repetition", "weights")
+    compare = kind in ("repetition", "weights")
 
     def violates(tree: Tree) -> bool:
-        violations = find_violations(tree, repeat=repeat)
+        violations = find_violations(tree, compare=compare)
         return any(violation_kind(each) == kind for each in violations)
 
     return reduce_scenario(random_scenario(seed), violates)

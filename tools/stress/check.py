@@ -1,7 +1,9 @@
 """Oracles: conditions that every run of every scenario must meet.
 
-An oracle examines the outcome of a run and yields violations: one line each, beginning with the kind of violation.
-Oracles recompute metrics from the events, independently of the testbed's own code.
+A scenario is a tree of values as in a file, and has exactly one trial here: neither a sweep nor repetitions. A run of
+the trial has an outcome: status, events and final weights. An oracle examines an outcome and yields violations: one
+line each, beginning with the kind of violation. The accuracy and the number of faults are recomputed from the events,
+independently of the testbed's own code. `tools.stress.generate` groups the methods by the conditions that they meet.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.ml.preparation import workload_section
 from testbed.prepare import Prepared, prepare
-from testbed.scenario.expand import trials
+from testbed.scenario.expand import Trial, trials
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
@@ -41,33 +43,37 @@ GAVE_UP_TEXTS = (
     "are needed",
     "too few",
 )
-"""Words in the error of a method that cannot continue with the remaining devices, which is correct under faults."""
+"""Words in the error of a method that cannot continue with the remaining devices, which is correct under faults.
+
+Each method words this error itself, so the words are general. They excuse no run without faults, and no traceback.
+"""
 
 
 class HangError(Exception):
     """Raised when a run takes longer than the limit."""
 
 
-def find_violations(tree: Tree, *, repeat: bool = False) -> list[str]:
+def find_violations(tree: Tree, *, compare: bool = False) -> list[str]:
     """Simulate a scenario and return the violations; ``["refused: ..."]`` for an invalid scenario.
 
-    With ``repeat``, the scenario is run twice, and compared with training of the undivided model.
+    With ``compare``, the outcome is also compared with a second run, and with training of the undivided model.
     """
-    oracles = partial(_check_simulation, tree, repeat)
+    oracles = partial(_check_simulation, tree, compare)
     return apply_oracles(tree, oracles, HANG_SECONDS)
 
 
 def apply_oracles(
     tree: Tree, oracles: Callable[[Prepared], Iterable[str]], hang_seconds: int
 ) -> list[str]:
-    """Prepare a scenario and return the violations; oracles that take ``hang_seconds`` count as a hang."""
+    """Prepare a scenario, apply oracles, which run the scenario, and return the violations.
+
+    Preparation and oracles that are not finished after ``hang_seconds`` of real time count as a hang.
+    """
     previous_handler = signal.signal(signal.SIGALRM, _raise_hang)
     signal.alarm(hang_seconds)
     try:
         try:
-            # Through JSON: a copy without shared lists, as from a file.
-            (trial,) = trials(build(**json.loads(json.dumps(tree))))
-            prepared = prepare(trial)
+            prepared = prepare(_make_trial(tree))
         except InputError as refused:
             return [f"refused: {refused}"]
         # A list, so that all oracles run before the alarm is switched off.
@@ -81,6 +87,13 @@ def apply_oracles(
         signal.signal(signal.SIGALRM, previous_handler)
 
 
+def _make_trial(tree: Tree) -> Trial:
+    # Parts of a random tree may be one and the same list. A file has no such parts, nor has a copy through JSON.
+    copied = json.loads(json.dumps(tree))
+    (trial,) = trials(build(**copied))
+    return trial
+
+
 def one_line(text: str) -> str:
     """Return the end of a traceback as one line."""
     return text.strip().replace("\n", " | ")[-600:]
@@ -90,16 +103,16 @@ def _raise_hang(*_: object) -> None:
     raise HangError
 
 
-def _check_simulation(tree: Tree, repeat: bool, prepared: Prepared) -> Iterator[str]:
+def _check_simulation(tree: Tree, compare: bool, prepared: Prepared) -> Iterator[str]:
     outcome = simulate_trial(prepared)
     yield from check_run(prepared, outcome)
-    if repeat:
+    if compare:
         yield from check_repetition(outcome, simulate_trial(prepared))
         yield from compare_with_undivided(tree, outcome)
 
 
 def check_run(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield the violations of a run on either clock."""
+    """Yield the violations of a run on the virtual clock or in containers."""
     yield from check_end(prepared, outcome)
     yield from check_steps(prepared, outcome)
     yield from check_metrics(prepared, outcome)
@@ -124,19 +137,19 @@ def check_end(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 
 def expected_steps(prepared: Prepared) -> int | None:
-    """Return the number of steps in the events of a finished run; None for methods with optional steps."""
+    """Return the number of steps in the events of a finished run; None for methods that may leave steps unfinished."""
     workload = workload_section(prepared.scenario)
     if workload.method.name not in LOSSLESS or workload.steps is None:
         return None
     if workload.method.name not in COLLABORATIVE:
         return workload.steps
-    # These methods record one step per round.
+    # These methods train in rounds of ``local_steps`` steps, and record each round as one step.
     local_steps = workload.method.options().get("local_steps") or 1
     return math.ceil(workload.steps / local_steps)
 
 
 def check_steps(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Yield missing and repeated steps and requests of a finished run."""
+    """Yield violations for a wrong number of steps, missing requests, and repetitions in a finished run."""
     if outcome.status != "finished":
         return
     expected = expected_steps(prepared)
@@ -183,9 +196,9 @@ def _has_event(outcome: Outcome, kind: str) -> bool:
 
 
 def check_metrics(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
-    """Recompute metrics from the event lines, and yield differences from the testbed's metrics."""
-    declared = find_method(prepared.scenario).declared
-    computed = metrics(outcome, prepared.experiment, prepared.plan, declared)
+    """Yield differences of two metrics, accuracy and faults, from the events, and impossible metrics and times."""
+    metrics_spec = find_method(prepared.scenario).declared
+    computed = metrics(outcome, prepared.experiment, prepared.plan, metrics_spec)
     lines = [json.loads(event.to_json()) for event in outcome.events]
     evaluations = [line for line in lines if line["event"] == "evaluate"]
     if evaluations:
@@ -198,6 +211,7 @@ def check_metrics(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
     if injected != listed:
         yield f"metrics: {listed} faults, but {injected} were injected"
     for name, value in computed.items():
+        # In general, a loss has no lower bound, and training may reduce the accuracy.
         may_be_negative = name in ("loss", "accuracy_gain")
         if isinstance(value, float) and value < 0 and not may_be_negative:
             yield f"metrics: {name} is {value}"
@@ -206,24 +220,28 @@ def check_metrics(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 
 def _count_strikes(faults: Iterable[dict[str, Any]]) -> int:
-    """Count the injections among faults; reverted faults have another phase, and a list of injections has none."""
+    """Count the injections among events or among the entries of ``fault_list``.
+
+    The end of a temporary fault is an event with the phase "undo". The list has only injections, without a phase.
+    """
     return sum(fault.get("phase", "strike") == "strike" for fault in faults)
 
 
 def _is_ordered(lines: Sequence[dict[str, Any]]) -> bool:
     """Return whether the events of each device are in the order of time."""
-    last_times: dict[str, float] = {}
+    previous_times: dict[str, float] = {}
     for line in lines:
         device = line["device"]
-        # Times are rounded when written.
-        if line["time"] < last_times.get(device, -math.inf) - 1e-9:
+        previous_time = previous_times.get(device, -math.inf)
+        # Lines resolve nanoseconds, so a difference of one nanosecond has no meaning.
+        if line["time"] < previous_time - 1e-9:
             return False
-        last_times[device] = line["time"]
+        previous_times[device] = line["time"]
     return True
 
 
 def check_repetition(first: Outcome, second: Outcome) -> Iterator[str]:
-    """Yield the first differences between two runs of one scenario."""
+    """Yield differences between two runs of one scenario: of events, only the first one."""
     if (first.status, first.error) != (second.status, second.error):
         yield f"repetition: {first.status} ({first.error}), then {second.status} ({second.error})"
     pairs = zip(first.events, second.events, strict=False)
@@ -246,23 +264,28 @@ def compare_with_undivided(tree: Tree, outcome: Outcome) -> Iterator[str]:
         return
     single_work = {**work, "method": {"name": "single"}}
     single_tree = {**tree, "faults": [], "workload": single_work}
-    (trial,) = trials(build(**json.loads(json.dumps(single_tree))))
-    undivided = simulate_trial(prepare(trial))
-    yield from compare_weights(undivided, outcome, "the undivided model's")
+    undivided = simulate_trial(prepare(_make_trial(single_tree)))
+    yield from compare_weights(undivided, outcome, "the weights of the undivided model")
 
 
-def compare_weights(expected: Outcome, actual: Outcome, origin: str) -> Iterator[str]:
-    """Yield the first tensor whose final values differ between two runs by more than rounding."""
+def compare_weights(
+    expected: Outcome, actual: Outcome, expected_name: str
+) -> Iterator[str]:
+    """Yield the first tensor whose final values differ between two runs by more than rounding.
+
+    ``expected_name`` names the expected weights in the violation.
+    """
     actual_weights = final_weights(actual)
     for name, tensor in final_weights(expected).items():
         other = actual_weights[name]
         # Devices sum gradients in another order than the undivided model.
         if not torch.allclose(other, tensor, rtol=1e-4, atol=1e-5):
             distance = float((other - tensor).abs().max())
-            yield f"weights: {name} is {distance:.3g} from {origin}"
+            yield f"weights: {name} is {distance:.3g} from {expected_name}"
             return
 
 
 def final_weights(outcome: Outcome) -> dict[str, torch.Tensor]:
-    """Return the weights at the end of a run by name."""
+    """Return the weights at the end of a run by name; raises `TensorError` if the run has none."""
+    # Bytes in the format of safetensors, not a path.
     return arrays.unpack(outcome.weights_file or b"")

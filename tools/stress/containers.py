@@ -83,7 +83,7 @@ def compare_with_virtual(
     method = prepared.scenario.workload.method.name
     if method in (*SYNCHRONOUS, "single"):
         yield from compare_losses(virtual, real, "step")
-        yield from compare_weights(virtual, real, "the virtual clock's")
+        yield from compare_weights(virtual, real, "the weights on the virtual clock")
     # Which requests fail depends on timing.
     elif method in INFERENCE and not (_has_failed(real) or _has_failed(virtual)):
         yield from compare_losses(virtual, real, "evaluate")
