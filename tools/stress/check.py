@@ -23,7 +23,8 @@ from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.ml.preparation import workload_section
 from testbed.prepare import Prepared, prepare
-from testbed.scenario.expand import Trial, trials
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import Trial
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
