@@ -81,7 +81,7 @@ def test_messages_of_100_kb_use_full_rate_of_link(lab: NamespaceLab) -> None:
         assert [arrival.envelope.sequence for arrival in arrivals] == list(range(200))
         # In the first quarter the connection is established and its congestion window grows.
         bits = 149 * wire_bytes(arrivals[-1].size) * 8
-        seconds = deliveries[-1].ended - deliveries[50].ended
+        seconds = deliveries[-1].acknowledged - deliveries[50].acknowledged
         shares.append(bits / seconds / LONG.rate)
         if shares[-1] >= 0.95:
             break
