@@ -116,7 +116,7 @@ class DynamicUpdate:
 
 
 def is_valid(
-    rates: Iterable[float], thres_fw: float, equal_suffices: bool = False
+    rates: Iterable[float], thres_fw: float, *, equal_suffices: bool = False
 ) -> bool:
     """Return whether a batch meets the forward criterion of Section IV-A: each rate is larger than ``thres_fw``.
 
